@@ -1,0 +1,40 @@
+"""Turns the sharded checkpoint of a distributed training run into a Hugging Face model directory.
+
+`merge` writes the model, `inspect` says what a checkpoint is, `verify` compares one with a model. All raise
+`MergerError`, or one of its kinds, with everything that is wrong.
+"""
+
+from merger.errors import (
+    ArchiveError,
+    CheckpointError,
+    ChecksumError,
+    MergerError,
+    ModelError,
+    NotACheckpointError,
+    Problem,
+    TargetError,
+    UnsafePickleError,
+)
+from merger.inspect import InspectReport, inspect
+from merger.merge import MergeReport, merge
+from merger.verify import VerifyReport, verify
+
+__version__ = "0.1.0.dev0"
+
+__all__ = [
+    "ArchiveError",
+    "CheckpointError",
+    "ChecksumError",
+    "InspectReport",
+    "MergeReport",
+    "MergerError",
+    "ModelError",
+    "NotACheckpointError",
+    "Problem",
+    "TargetError",
+    "UnsafePickleError",
+    "VerifyReport",
+    "inspect",
+    "merge",
+    "verify",
+]

@@ -1,0 +1,260 @@
+"""Whether what the ranks saved is one whole checkpoint: census, agreement, exact cover.
+
+Pure: every check returns all the `Problem`s it finds, as data, and reads nothing. What headers cannot decide, the bytes
+of replicas whose recorded checksums do not settle it, is returned as pairs to be compared by whoever may read.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise, product
+from math import prod
+from typing import Literal
+
+from merger.dtypes import DType
+from merger.errors import Problem
+from merger.sharding import Mesh, Placement
+from merger.tensors import Chunk, StoredTensor, distinct_chunks, is_contiguous
+
+# A tensor that is cut wrongly tends to be so in every layer: past this many, the rest are counted only.
+MAX_LISTED = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What one rank saved under one name: `shape` is that of the global tensor; a plain tensor has no mesh."""
+
+    rank: int
+    dtype: DType
+    shape: tuple[int, ...]
+    mesh: Mesh | None
+    placements: tuple[Placement, ...]
+    chunks: tuple[Chunk, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaPair:
+    """Two chunks that must hold the same bytes, and what their headers say of it.
+
+    `verdict` is "differ" where recorded checksums prove it, "unknown" where only reading can tell.
+    """
+
+    first: Chunk
+    other: Chunk
+    verdict: Literal["differ", "unknown"]
+
+
+def check_census(fqn: str, held: Sequence[Held], world_size: int) -> list[Problem]:
+    """Whether every rank that should have a tensor has it: all ranks for a plain one, else those of its meshes."""
+    holders = {entry.rank for entry in held}
+    expected: set[int] = set()
+    for entry in held:
+        expected |= set(range(world_size)) if entry.mesh is None else set(entry.mesh.ranks)
+    foreign = sorted(rank for rank in expected if rank >= world_size)
+    if foreign:
+        return [
+            Problem(
+                "mesh-mismatch",
+                fqn,
+                f"its device mesh names {ranks_text(foreign)}, but the files are those of {world_size} ranks; "
+                "the files are from a run of another size",
+            )
+        ]
+    missing = sorted(expected - holders)
+    if not missing:
+        return []
+    reason = "all ranks save a plain tensor" if held[0].mesh is None else "its device mesh names them all"
+    return [
+        Problem(
+            "missing-key",
+            fqn,
+            f"held by {ranks_text(holders)} but missing on {ranks_text(missing)}, though {reason}; "
+            "save the checkpoint again, or restore the right files of those ranks",
+        )
+    ]
+
+
+def check_agreement(fqn: str, held: Sequence[Held]) -> list[Problem]:
+    """Whether all ranks say the same of a tensor: its kind, element type, shape and placements."""
+    problems = []
+    aspects: tuple[tuple[str, Callable[[Held], str]], ...] = (
+        ("kind", lambda entry: "a plain tensor" if entry.mesh is None else "a DTensor"),
+        ("dtype", lambda entry: str(entry.dtype)),
+        ("shape", lambda entry: f"shape {shape_text(entry.shape)}"),
+        ("placements", lambda entry: placements_text(entry.placements)),
+    )
+    for aspect, text_of in aspects:
+        groups: dict[str, list[int]] = defaultdict(list)
+        for entry in held:
+            groups[text_of(entry)].append(entry.rank)
+        if len(groups) > 1:
+            found = ", ".join(f"{text} on {ranks_text(ranks)}" for text, ranks in sorted(groups.items()))
+            problems.append(
+                Problem(
+                    f"{aspect}-mismatch", fqn, f"ranks disagree: {found}; their files are not of one run and one step"
+                )
+            )
+            if aspect == "kind":
+                break
+    return problems
+
+
+def check_cover(tensor: StoredTensor) -> list[Problem]:
+    """Whether the chunks hold every element of the tensor, and no element twice except as whole replicas."""
+    chunks = distinct_chunks(tensor)
+    overlap = _first_overlap(chunks)
+    if overlap is not None:
+        left, right = overlap
+        return [
+            Problem(
+                "overlap",
+                tensor.fqn,
+                f"{_held_by(left)} and {_held_by(right)} overlap in part, so that one element would be written twice; "
+                "the files are not of one run",
+            )
+        ]
+    if sum(prod(chunk.sizes) for chunk in chunks) == prod(tensor.shape):
+        return []
+    hole = _first_hole(tensor.shape, chunks)
+    around = ", ".join(_held_by(chunk) for chunk in chunks[:MAX_LISTED])
+    more = f" and {len(chunks) - MAX_LISTED} more" if len(chunks) > MAX_LISTED else ""
+    return [
+        Problem(
+            "hole",
+            tensor.fqn,
+            f"no rank holds {range_text(*hole)} of shape {shape_text(tensor.shape)}; "
+            f"what is held: {around or 'nothing'}{more}",
+        )
+    ]
+
+
+def undecided_replicas(tensor: StoredTensor) -> list[ReplicaPair]:
+    """The pairs of replicas of a tensor that their recorded checksums do not prove equal.
+
+    The first chunk of each rectangle is the one that will be written; every other one is paired with it.
+    """
+    pairs = []
+    first_of: dict[tuple[tuple[int, ...], tuple[int, ...]], Chunk] = {}
+    for chunk in tensor.chunks:
+        first = first_of.setdefault((chunk.offsets, chunk.sizes), chunk)
+        if first is not chunk:
+            verdict = _compare_recorded(first, chunk, tensor.dtype.itemsize)
+            if verdict != "equal":
+                pairs.append(ReplicaPair(first, chunk, verdict))
+    return pairs
+
+
+def all_replicas(tensor: StoredTensor) -> list[ReplicaPair]:
+    """Every pair of replicas of a tensor, for who wants all of them read and compared."""
+    first_of: dict[tuple[tuple[int, ...], tuple[int, ...]], Chunk] = {}
+    pairs = []
+    for chunk in tensor.chunks:
+        first = first_of.setdefault((chunk.offsets, chunk.sizes), chunk)
+        if first is not chunk:
+            pairs.append(ReplicaPair(first, chunk, "unknown"))
+    return pairs
+
+
+def limit_problems(problems: Iterable[Problem]) -> list[Problem]:
+    """The problems in order, with at most `MAX_LISTED` of each kind; a last one of the kind counts those left out."""
+    by_kind: dict[str, list[Problem]] = defaultdict(list)
+    for problem in problems:
+        by_kind[problem.kind].append(problem)
+    limited = []
+    for kind, found in by_kind.items():
+        limited += found[:MAX_LISTED]
+        if len(found) > MAX_LISTED:
+            limited.append(Problem(kind, "", f"and {len(found) - MAX_LISTED} more of this kind ({kind})"))
+    return limited
+
+
+def ranks_text(ranks: Iterable[int]) -> str:
+    """Ranks for people: "rank 2", "ranks 0 and 2", "ranks 0-3, 7 and 9"."""
+    runs: list[list[int]] = []
+    for rank in sorted(set(ranks)):
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    parts: list[str] = []
+    for low, high in runs:
+        parts += [f"{low}-{high}"] if high - low > 1 else [str(rank) for rank in range(low, high + 1)]
+    if runs and len(parts) == 1 and runs[0][0] == runs[0][1]:
+        return f"rank {parts[0]}"
+    return "ranks " + (parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}")
+
+
+def shape_text(shape: Sequence[int]) -> str:
+    """A shape for people: "(7, 3)", "(5)", "()"."""
+    return f"({', '.join(map(str, shape))})"
+
+
+def range_text(offsets: Sequence[int], sizes: Sequence[int]) -> str:
+    """A rectangle for people, as a slice: "[2:4, 0:3]"; "[]" is the one element of a tensor without dims."""
+    return f"[{', '.join(f'{offset}:{offset + size}' for offset, size in zip(offsets, sizes, strict=True))}]"
+
+
+def placements_text(placements: Sequence[Placement]) -> str:
+    """Placements for people: "(Replicate(), Shard(0))"."""
+    return f"({', '.join(map(str, placements))})"
+
+
+def _held_by(chunk: Chunk) -> str:
+    owner = chunk.file.path.name if chunk.file.rank is None else f"rank {chunk.file.rank}"
+    return f"{range_text(chunk.offsets, chunk.sizes)} of {owner}"
+
+
+def _compare_recorded(first: Chunk, other: Chunk, itemsize: int) -> Literal["equal", "differ", "unknown"]:
+    if first.record.crc32 is None or other.record.crc32 is None:
+        return "unknown"
+    laid_out_alike = (
+        first.record.num_bytes == other.record.num_bytes
+        and first.strides == other.strides
+        and first.byte_offset - first.record.byte_offset == other.byte_offset - other.record.byte_offset
+    )
+    if laid_out_alike and first.record.crc32 == other.record.crc32:
+        return "equal"
+    whole = prod(first.sizes) * itemsize == first.record.num_bytes and is_contiguous(first.sizes, first.strides)
+    # A record may hold more than the chunk (padding, a view): then a different checksum proves nothing.
+    return "differ" if laid_out_alike and whole else "unknown"
+
+
+def _first_overlap(chunks: Sequence[Chunk]) -> tuple[Chunk, Chunk] | None:
+    """A sweep along dim 0: only chunks whose rows are still open can overlap the next one."""
+    active: list[Chunk] = []
+    for chunk in sorted(chunks, key=lambda chunk: chunk.offsets):
+        if chunk.offsets:
+            active = [other for other in active if other.offsets[0] + other.sizes[0] > chunk.offsets[0]]
+        for other in active:
+            if all(
+                low < other_low + other_size and other_low < low + size
+                for low, size, other_low, other_size in zip(
+                    chunk.offsets, chunk.sizes, other.offsets, other.sizes, strict=True
+                )
+            ):
+                return other, chunk
+        active.append(chunk)
+    return None
+
+
+def _first_hole(shape: tuple[int, ...], chunks: Sequence[Chunk]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The first rectangle that no chunk holds, as (offsets, sizes); cells between all cuts are tried in order."""
+    cuts = []
+    for dim, size in enumerate(shape):
+        edges = {0, size}
+        for chunk in chunks:
+            edges |= {chunk.offsets[dim], chunk.offsets[dim] + chunk.sizes[dim]}
+        cuts.append(list(pairwise(sorted(edges))))
+    for cell in product(*cuts):
+        held = any(
+            all(
+                offset <= low and high <= offset + size
+                for (low, high), offset, size in zip(cell, chunk.offsets, chunk.sizes, strict=True)
+            )
+            for chunk in chunks
+        )
+        if not held:
+            return tuple(low for low, _ in cell), tuple(high - low for low, high in cell)
+    raise AssertionError("volumes differ, so some cell is empty")

@@ -1,0 +1,236 @@
+"""The command line: parses, calls one public function, prints what it returns. No logic.
+
+Exit codes: 0 done, 1 differences found, 2 bad input or target, 130 on Ctrl-C, 143 on SIGTERM.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+import merger
+from merger import terminal
+from merger.errors import MergerError
+from merger.plan import parse_size
+
+_OK, _DIFFERENT, _BAD_INPUT, _INTERRUPTED, _TERMINATED = 0, 1, 2, 130, 143
+# What verl's own `test` allows, for those who come with its flags.
+_VERL_TOLERANCE = 1e-6
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command and returns its exit code."""
+    options = _parser().parse_args(arguments)
+    run: Callable[[argparse.Namespace], int] = options.run
+    signal.signal(signal.SIGTERM, _terminate)
+    try:
+        return run(options)
+    except MergerError as error:
+        return _fail(options, str(error), [dataclasses.asdict(problem) for problem in error.problems])
+    except BrokenPipeError:
+        # Whoever read our output has gone; there is nobody to tell.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _OK
+    except OSError as error:
+        return _fail(options, str(error), [])
+    except KeyboardInterrupt:
+        print("merger: interrupted; nothing was left at the target", file=sys.stderr)
+        return _INTERRUPTED
+    except _TerminatedError:
+        print("merger: terminated; nothing was left at the target", file=sys.stderr)
+        return _TERMINATED
+
+
+class _TerminatedError(BaseException):
+    """SIGTERM came: unwinds, so that what is half-written is removed."""
+
+
+def _terminate(_signal: int, _frame: FrameType | None) -> NoReturn:
+    raise _TerminatedError
+
+
+def _merge(options: argparse.Namespace) -> int:
+    checkpoint, output = options.checkpoint or options.local_dir, options.output or options.target_dir
+    if checkpoint is None or output is None:
+        options.parser.error("give CKPT and OUT (or --local_dir and --target_dir)")
+    with _progress(quiet=options.quiet or options.json) as progress:
+        report = merger.merge(
+            checkpoint,
+            output,
+            dtype=options.dtype,
+            max_shard_size=options.max_shard_size,
+            overwrite=options.overwrite,
+            dry_run=options.dry_run,
+            world_size=options.world_size,
+            config=options.config,
+            weights_only=options.weights_only,
+            unexpected=options.unexpected,
+            checksum=not options.no_checksum,
+            check_replicas=options.check_replicas,
+            shard_order=options.shard_order,
+            workers=options.workers,
+            progress=progress,
+        )
+    _print(options, report, terminal.merge_text(report))
+    return _OK
+
+
+def _inspect(options: argparse.Namespace) -> int:
+    report = merger.inspect(
+        options.checkpoint, tensors=options.tensors, world_size=options.world_size, shard_order=options.shard_order
+    )
+    _print(options, report, terminal.inspect_text(report))
+    return _OK
+
+
+def _verify(options: argparse.Namespace) -> int:
+    checkpoint, reference = options.checkpoint or options.local_dir, options.reference or options.test_hf_dir
+    if checkpoint is None or reference is None:
+        options.parser.error("give CKPT and REFERENCE (or --local_dir and --test_hf_dir)")
+    report = merger.verify(
+        checkpoint,
+        reference,
+        atol=options.atol,
+        rtol=options.rtol,
+        world_size=options.world_size,
+        shard_order=options.shard_order,
+    )
+    _print(options, report, terminal.verify_text(report))
+    return _OK if report.is_equal else _DIFFERENT
+
+
+def _print(options: argparse.Namespace, report: Any, text: str) -> None:  # noqa: ANN401 - any of the reports
+    if options.json:
+        print(json.dumps(dataclasses.asdict(report), indent=2, default=str))
+    elif not getattr(options, "quiet", False):
+        print(text)
+
+
+def _fail(options: argparse.Namespace, message: str, problems: list[dict[str, str]]) -> int:
+    if options.json:
+        print(json.dumps({"error": message, "problems": problems}, indent=2))
+    print(f"merger: error: {message}", file=sys.stderr)
+    return _BAD_INPUT
+
+
+@contextmanager
+def _progress(*, quiet: bool) -> Iterator[Callable[[int, int], None] | None]:
+    """A bar in bytes on the terminal; none where stderr is no terminal."""
+    if quiet:
+        yield None
+        return
+    from tqdm import tqdm
+
+    with tqdm(unit="B", unit_scale=True, desc="merging", leave=False, dynamic_ncols=True, disable=None) as bar:
+
+        def show(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        yield show
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="merger",
+        description="Turns the sharded checkpoint of a distributed training run into a Hugging Face model directory.",
+    )
+    parser.add_argument("--version", action="version", version=f"merger {merger.__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    _add_merge(commands.add_parser("merge", help="merge a sharded checkpoint into a model directory"))
+    _add_inspect(commands.add_parser("inspect", help="say what a checkpoint is, without reading its data"))
+    _add_verify(commands.add_parser("verify", help="compare a checkpoint with a model directory"), tolerance=0.0)
+    _add_verify(commands.add_parser("test", help="verify, by the name and flags of verl's merger"), _VERL_TOLERANCE)
+    return parser
+
+
+def _add_merge(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "%(prog)s [options] CKPT OUT"
+    parser.set_defaults(run=_merge, parser=parser)
+    parser.add_argument("checkpoint", metavar="CKPT", nargs="?", type=Path, help="folder with the per-rank files")
+    parser.add_argument("output", metavar="OUT", nargs="?", type=Path, help="directory to make")
+    parser.add_argument(
+        "--dtype",
+        choices=["auto", "keep", "bfloat16", "float16", "float32"],
+        default="auto",
+        help="cast floating tensors (auto: to what config.json states, else keep)",
+    )
+    parser.add_argument(
+        "--max-shard-size", type=_size, default="5GB", metavar="SIZE", help="most bytes per weight file (5GB)"
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace a model that is at OUT, as a whole")
+    parser.add_argument("--dry-run", action="store_true", help="check and plan everything, write nothing")
+    parser.add_argument("--config", type=Path, metavar="DIR", help="folder with config.json and tokenizer")
+    parser.add_argument("--weights-only", action="store_true", help="merge without config.json or any check against it")
+    parser.add_argument(
+        "--unexpected",
+        choices=["error", "keep", "drop"],
+        default="error",
+        help="what to do with tensors that the architecture does not have (error)",
+    )
+    parser.add_argument("--no-checksum", action="store_true", help="do not verify the CRC-32 of what is copied")
+    parser.add_argument(
+        "--check-replicas", action="store_true", help="read and compare replicas in full, not by checksum only"
+    )
+    parser.add_argument("--workers", type=_positive, metavar="N", help="threads that copy (up to 4 by default)")
+    parser.add_argument("--quiet", action="store_true", help="print nothing but errors")
+    _add_source_options(parser)
+    _add_verl_options(parser)
+    parser.add_argument("--target_dir", metavar="OUT", type=Path, help=argparse.SUPPRESS)
+
+
+def _add_inspect(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(run=_inspect, parser=parser)
+    parser.add_argument("checkpoint", metavar="CKPT", type=Path, help="folder with the per-rank files, or a model")
+    parser.add_argument("--tensors", metavar="GLOB", help="list the tensors whose names match, such as '*.0.*'")
+    _add_source_options(parser)
+
+
+def _add_verify(parser: argparse.ArgumentParser, tolerance: float) -> None:
+    parser.usage = "%(prog)s [options] CKPT REFERENCE"
+    parser.set_defaults(run=_verify, parser=parser)
+    parser.add_argument("checkpoint", metavar="CKPT", nargs="?", type=Path, help="sharded checkpoint, or a model")
+    parser.add_argument("reference", metavar="REFERENCE", nargs="?", type=Path, help="Hugging Face model directory")
+    parser.add_argument("--atol", type=float, default=tolerance, help=f"absolute tolerance ({tolerance:g})")
+    parser.add_argument("--rtol", type=float, default=tolerance, help=f"relative tolerance ({tolerance:g})")
+    _add_source_options(parser)
+    _add_verl_options(parser)
+    parser.add_argument("--test_hf_dir", metavar="REFERENCE", type=Path, help=argparse.SUPPRESS)
+
+
+def _add_source_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--world-size", type=_positive, metavar="N", help="which set, where a folder holds several")
+    parser.add_argument(
+        "--shard-order",
+        choices=["group", "coordinate"],
+        help="how pieces were dealt where ranks do not ascend along a mesh axis",
+    )
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+
+
+def _add_verl_options(parser: argparse.ArgumentParser) -> None:
+    """The flags of verl's model merger, which mean the same here."""
+    parser.add_argument("--backend", choices=["fsdp"], help=argparse.SUPPRESS)
+    parser.add_argument("--local_dir", metavar="CKPT", type=Path, help=argparse.SUPPRESS)
+
+
+def _size(text: str) -> int:
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no positive whole number")
+    return int(text)

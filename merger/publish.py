@@ -1,0 +1,201 @@
+"""Makes an output directory appear whole or not at all.
+
+Everything is written into a sibling of the target, which is renamed to the target when it is complete. A lock beside it
+keeps a second writer away. Whatever ends a run, the target is what it was before or the finished result; what a killed
+run leaves beside it is removed by the next one.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from merger.errors import Problem, TargetError
+
+# File systems that have no locks (some network ones) say one of these; then there is no protection to be had.
+_NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS}
+# What a full, limited or read-only file system says while files are being written.
+_UNWRITABLE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
+# Names of a directory's content that a message shows: enough to recognise it by.
+_MAX_LISTED = 5
+
+
+def check_target(target: Path, *, overwrite: bool, sources: tuple[Path, ...]) -> None:
+    """Raises `TargetError` unless `target` may be written.
+
+    It may where it does not exist or is an empty directory, and with `overwrite` where it holds a model. It may never
+    be, or contain, one of the `sources` that are read.
+    """
+    resolved = target.resolve()
+    for source in sources:
+        if source.resolve().is_relative_to(resolved):
+            raise _refused("target-is-source", target, "is, or contains, what is to be read; choose another directory")
+    if not target.exists():
+        return
+    if not target.is_dir():
+        raise _refused("target-is-file", target, "is a file; choose a directory that does not exist yet")
+    names = sorted(path.name for path in target.iterdir())
+    if not names:
+        return
+    more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
+    listed = ", ".join(names[:_MAX_LISTED]) + more
+    if not overwrite:
+        raise _refused(
+            "target-not-empty",
+            target,
+            f"is not empty (it holds {listed}); choose another directory, or replace the whole of it with --overwrite",
+        )
+    if not any(name == "config.json" or name.endswith((".safetensors", ".bin")) for name in names):
+        raise _refused(
+            "target-not-a-model",
+            target,
+            f"holds no model that could be replaced (it holds {listed}); choose another directory",
+        )
+
+
+@contextmanager
+def published(target: Path, num_bytes: int) -> Iterator[Path]:
+    """Yields an empty directory beside `target`, which becomes `target` when the block ends without an error.
+
+    An existing target is replaced as a whole. Needs `num_bytes` of free space. Raises `TargetError` where the place
+    cannot be written, is too small, or another process is writing the same target.
+    """
+    target = Path(os.path.abspath(target))  # noqa: PTH100 - not resolve(): a target that is a link stays one
+    if target.is_symlink():
+        target = target.resolve()
+    parent = target.parent
+    created = _make_parents(parent, target)
+    staging = parent / f".{target.name}.merging"
+    replaced = parent / f".{target.name}.replaced"
+    try:
+        with _lock(parent / f".{target.name}.lock", target):
+            _recover(target, staging, replaced)
+            _check_space(parent, target, num_bytes)
+            try:
+                _make_staging(staging, target)
+                yield staging
+                _sync_tree(staging)
+                if target.exists() and any(target.iterdir()):
+                    target.rename(replaced)
+                staging.rename(target)
+                _sync_directory(parent)
+            finally:
+                _recover(target, staging, replaced)
+    except OSError as error:
+        if error.errno in _UNWRITABLE:
+            raise _unwritable(target, error) from error
+        raise
+    finally:
+        for directory in created:
+            if directory.is_dir() and not any(directory.iterdir()):
+                directory.rmdir()
+
+
+def _make_staging(staging: Path, target: Path) -> None:
+    try:
+        staging.mkdir()
+    except OSError as error:
+        raise _unwritable(target, error) from error
+
+
+def _recover(target: Path, staging: Path, replaced: Path) -> None:
+    """Removes what a run left beside the target; a target moved away for a new one that never came is put back."""
+    shutil.rmtree(staging, ignore_errors=True)
+    if replaced.exists():
+        if target.exists():
+            shutil.rmtree(replaced, ignore_errors=True)
+        else:
+            replaced.rename(target)
+
+
+def _make_parents(parent: Path, target: Path) -> list[Path]:
+    """Makes the directories above the target; returns those made, innermost first."""
+    missing = []
+    directory = parent
+    while not directory.exists():
+        missing.append(directory)
+        directory = directory.parent
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _unwritable(target, error) from error
+    return missing
+
+
+@contextmanager
+def _lock(path: Path, target: Path) -> Iterator[None]:
+    """Holds an exclusive lock on a file, which exists only as long as somebody holds or wants it."""
+    while True:
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        except OSError as error:
+            raise _unwritable(target, error) from error
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                os.close(descriptor)
+                if error.errno in (errno.EAGAIN, errno.EACCES):
+                    raise _refused(
+                        "target-locked", target, "is being written by another process; wait for it, or end it"
+                    ) from None
+                raise
+        # The holder before us may have removed the file between our opening and locking it: then it is not the lock.
+        if path.exists() and os.path.samestat(path.stat(), os.fstat(descriptor)):
+            break
+        os.close(descriptor)
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+        os.close(descriptor)
+
+
+def _check_space(parent: Path, target: Path, num_bytes: int) -> None:
+    free = shutil.disk_usage(parent).free
+    if free < num_bytes:
+        raise _refused(
+            "no-space",
+            target,
+            f"needs {num_bytes:,} bytes but only {free:,} are free there; make room, or choose another disk",
+        )
+
+
+def _sync_tree(directory: Path) -> None:
+    """Brings all files and directories to disk, so that after a power cut too the rename implies the content."""
+    for path in directory.rglob("*"):
+        if path.is_file():
+            descriptor = os.open(path, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+        else:
+            _sync_directory(path)
+    _sync_directory(directory)
+
+
+def _sync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _unwritable(target: Path, error: OSError) -> TargetError:
+    reason = error.strerror or str(error)
+    return _refused(
+        "target-unwritable",
+        target,
+        f"cannot be written ({reason}); nothing was left there; make room or choose another place",
+    )
+
+
+def _refused(kind: str, target: Path, message: str) -> TargetError:
+    return TargetError(Problem(kind, str(target), message))

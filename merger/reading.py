@@ -1,0 +1,177 @@
+"""Reads rectangles of stored tensors in bounded memory: the one room that opens source files for their data.
+
+Files are read by offset, never mapped, so that memory does not grow with what is read. numpy is imported on first use:
+commands that read no data start without it.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from math import prod
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from merger.errors import ArchiveError, Problem
+from merger.tensors import Chunk, SourceFile, StoredTensor, bands, distinct_chunks, intersection, row_major_strides
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    Elements: TypeAlias = np.ndarray[Any, np.dtype[Any]]
+
+# Source files kept open at once: far below the usual limit of 1,024, and above the ranks that one tensor comes from.
+MAX_OPEN_FILES = 64
+# How much of a source may be read to gather a strided rectangle, as a multiple of the bytes wanted, before it is
+# read in smaller pieces instead.
+_MAX_READ_AMPLIFICATION = 4
+
+
+class SourceReader:
+    """Open source files, at most `MAX_OPEN_FILES` of them, for reads by offset from any thread.
+
+    A file that is no longer what it was when its header was read (other size or time of change) is an error.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._files: OrderedDict[SourceFile, _OpenFile] = OrderedDict()
+
+    def __enter__(self) -> SourceReader:  # noqa: PYI034 - typing.Self is not in Python 3.10
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for file in self._files.values():
+            os.close(file.descriptor)
+        self._files.clear()
+
+    @contextmanager
+    def descriptor(self, file: SourceFile) -> Iterator[int]:
+        """The descriptor of an open file, which stays open as long as the block runs."""
+        with self._lock:
+            entry = self._files.get(file)
+            if entry is None:
+                entry = self._files[file] = _OpenFile(_open(file))
+            self._files.move_to_end(file)
+            entry.users += 1
+            self._close_idle()
+        try:
+            yield entry.descriptor
+        finally:
+            with self._lock:
+                entry.users -= 1
+
+    def read_into(self, file: SourceFile, byte_offset: int, buffer: memoryview) -> None:
+        """Fills `buffer` from `byte_offset` of `file`; a file that ends before is an error."""
+        with self.descriptor(file) as descriptor:
+            while buffer:
+                count = os.preadv(descriptor, [buffer], byte_offset)
+                if count == 0:
+                    raise _changed(file)
+                buffer = buffer[count:]
+                byte_offset += count
+
+    def _close_idle(self) -> None:
+        for file in list(self._files):
+            if len(self._files) <= MAX_OPEN_FILES:
+                return
+            if self._files[file].users == 0:
+                os.close(self._files.pop(file).descriptor)
+
+
+class _OpenFile:
+    __slots__ = ("descriptor", "users")
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+        self.users = 0
+
+
+def read_rectangle(
+    reader: SourceReader, tensor: StoredTensor, offsets: Sequence[int], sizes: Sequence[int]
+) -> Elements:
+    """The elements [offsets, offsets + sizes) of a tensor, bit for bit, as an array of `sizes` of opaque elements.
+
+    The chunks must cover the rectangle. Takes the memory of the rectangle and a few times that of one chunk's part.
+    """
+    import numpy as np
+
+    result = np.empty(tuple(sizes), dtype=element_type(tensor.dtype.itemsize))
+    for chunk in distinct_chunks(tensor):
+        shared = intersection(offsets, sizes, chunk.offsets, chunk.sizes)
+        if shared is None:
+            continue
+        low, extent = shared
+        place = tuple(
+            slice(start - base, start - base + size) for start, base, size in zip(low, offsets, extent, strict=True)
+        )
+        within = tuple(start - base for start, base in zip(low, chunk.offsets, strict=True))
+        result[place] = read_chunk(reader, chunk, tensor.dtype.itemsize, within, extent)
+    return result
+
+
+def read_chunk(
+    reader: SourceReader, chunk: Chunk, itemsize: int, offsets: Sequence[int], sizes: Sequence[int]
+) -> Elements:
+    """The elements [offsets, offsets + sizes) of a chunk (counted in the chunk) as an array of opaque elements."""
+    import numpy as np
+
+    start = chunk.byte_offset + itemsize * sum(
+        offset * stride for offset, stride in zip(offsets, chunk.strides, strict=True)
+    )
+    span = 1 + sum((size - 1) * stride for size, stride in zip(sizes, chunk.strides, strict=True))
+    if span <= _MAX_READ_AMPLIFICATION * prod(sizes):
+        buffer = bytearray(span * itemsize)
+        reader.read_into(chunk.file, start, memoryview(buffer))
+        flat = np.frombuffer(buffer, dtype=element_type(itemsize))
+        byte_strides = [stride * itemsize for stride in chunk.strides]
+        return np.lib.stride_tricks.as_strided(flat, tuple(sizes), byte_strides, writeable=False)
+    # Far apart in the file: take the dim with the longest steps one index at a time.
+    result = np.empty(tuple(sizes), dtype=element_type(itemsize))
+    dim = max((d for d in range(len(sizes)) if sizes[d] > 1), key=lambda d: chunk.strides[d])
+    for index in range(sizes[dim]):
+        part_offsets = (*offsets[:dim], offsets[dim] + index, *offsets[dim + 1 :])
+        part_sizes = (*sizes[:dim], 1, *sizes[dim + 1 :])
+        place = (*(slice(None) for _ in range(dim)), slice(index, index + 1))
+        result[place] = read_chunk(reader, chunk, itemsize, part_offsets, part_sizes)
+    return result
+
+
+def read_bands(reader: SourceReader, tensor: StoredTensor, max_bytes: int) -> Iterator[tuple[int, Elements]]:
+    """A tensor in row-major order, in arrays of at most `max_bytes`, each with the index of its first element."""
+    strides = row_major_strides(tensor.shape)
+    for offsets, sizes in bands(tensor.shape, max(1, max_bytes // tensor.dtype.itemsize)):
+        first = sum(offset * stride for offset, stride in zip(offsets, strides, strict=True))
+        yield first, read_rectangle(reader, tensor, offsets, sizes)
+
+
+def element_type(itemsize: int) -> np.dtype[Any]:
+    """The numpy type for elements of so many bytes that are moved and compared, but not computed with."""
+    import numpy as np
+
+    # A 16-byte element (complex128) has no unsigned type; raw bytes move the same, only slower.
+    return np.dtype({1: "u1", 2: "u2", 4: "u4", 8: "u8"}.get(itemsize, f"V{itemsize}"))
+
+
+def _open(file: SourceFile) -> int:
+    try:
+        descriptor = os.open(file.path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+    except FileNotFoundError:
+        raise _changed(file) from None
+    status = os.fstat(descriptor)
+    if (status.st_size, status.st_mtime_ns) != (file.num_bytes, file.mtime_ns):
+        os.close(descriptor)
+        raise _changed(file)
+    return descriptor
+
+
+def _changed(file: SourceFile) -> ArchiveError:
+    return ArchiveError(
+        Problem(
+            "changed-file",
+            file.path.name,
+            "changed while it was being merged; wait until the run has finished saving, then start again",
+        )
+    )

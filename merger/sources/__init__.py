@@ -1,0 +1,39 @@
+"""The formats on disk, one module each; every one returns a `Checkpoint`. `read_checkpoint` picks the right one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from merger.checkpoint import Checkpoint
+from merger.errors import NotACheckpointError, Problem
+from merger.sharding import DealOrder
+from merger.sources.locate import is_model_directory, locate
+from merger.sources.rank_files import read_rank_files
+from merger.sources.safetensors_files import read_model_directory
+
+
+def read_checkpoint(path: Path, *, world_size: int | None = None, shard_order: DealOrder | None = None) -> Checkpoint:
+    """Reads the headers of the sharded checkpoint at `path`, or in the folder above or below it that holds it.
+
+    Raises `NotACheckpointError` where there is none, or one of another format.
+    """
+    folder, notes = locate(path)
+    checkpoint = read_rank_files(folder, world_size=world_size, shard_order=shard_order)
+    return replace(checkpoint, notes=(*notes, *checkpoint.notes))
+
+
+def read_any(path: Path, *, world_size: int | None = None, shard_order: DealOrder | None = None) -> Checkpoint:
+    """Reads a sharded checkpoint or a Hugging Face model directory, whichever `path` is."""
+    if path.is_dir() and is_model_directory(path):
+        return read_model_directory(path)
+    return read_checkpoint(path, world_size=world_size, shard_order=shard_order)
+
+
+def read_reference(path: Path) -> Checkpoint:
+    """Reads a Hugging Face model directory; anything else raises `NotACheckpointError`."""
+    if not (path.is_dir() and is_model_directory(path)):
+        raise NotACheckpointError(
+            Problem("not-a-model", str(path), "is no Hugging Face model directory: it holds no *.safetensors file")
+        )
+    return read_model_directory(path)

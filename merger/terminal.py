@@ -1,0 +1,141 @@
+"""Reports as text for people: lines of at most 80 columns that read the same in a terminal and in a log."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable, Mapping
+
+from merger.checks import ranks_text, shape_text
+from merger.inspect import InspectReport, MeshSummary
+from merger.merge import MergeReport
+from merger.verify import TensorComparison, VerifyReport
+
+_WIDTH = 80
+# How many tensors that differ are listed before the rest are counted.
+_MAX_DIFFERENCES = 20
+# How many ranks of a mesh are written out.
+_MAX_MESH_RANKS = 16
+
+
+def merge_text(report: MergeReport) -> str:
+    """What a merge did, and what to do next."""
+    would = "would merge" if report.dry_run else "merged"
+    files = _counted(len(report.weight_files), "file")
+    lines = [
+        f"{would} {_counted(report.world_size, 'rank')} of {report.checkpoint}",
+        f"  into      {report.output}",
+        *_wrapped("  tensors   ", f"{report.num_tensors:,}: {_counts(report.dtypes)}"),
+        f"  weights   {size_text(report.num_bytes)} in {files}",
+    ]
+    if report.casts:
+        lines += _wrapped("  cast      ", _counts(report.casts))
+    if report.side_files:
+        lines += _wrapped("  beside    ", ", ".join(report.side_files))
+    for note in report.notes:
+        lines += _wrapped("  note      ", note)
+    if report.dry_run:
+        lines.append("nothing was written (--dry-run)")
+    else:
+        lines.append(f"next: merger verify {report.checkpoint} {report.output}")
+    return "\n".join(lines)
+
+
+def inspect_text(report: InspectReport) -> str:
+    """What a checkpoint is."""
+    lines = [
+        str(report.checkpoint),
+        f"  format    {report.format}",
+        f"  ranks     {report.world_size} ({_counted(report.num_files, 'file')}, {size_text(report.file_bytes)})",
+    ]
+    lines += [f"  mesh      {_mesh_text(mesh)}" for mesh in report.meshes]
+    lines.append(
+        f"  tensors   {report.num_tensors:,}, {report.num_elements:,} elements, {size_text(report.num_bytes)} merged"
+    )
+    lines += _wrapped("  dtypes    ", _counts(report.dtypes) or "none")
+    lines += _wrapped("  placed    ", _counts(report.placements) or "none")
+    lines.append(f"  config    {report.config_dir or 'none'}")
+    for note in report.notes:
+        lines += _wrapped("  note      ", note)
+    if report.tensors:
+        width = max(len(tensor.name) for tensor in report.tensors)
+        lines.append("")
+        lines += [
+            f"  {tensor.name:{width}}  {tensor.dtype} {shape_text(tensor.shape)}  {tensor.placements}"
+            for tensor in report.tensors
+        ]
+    if report.problems:
+        lines.append(f"\n{_counted(len(report.problems), 'fault')}; it cannot be merged as it is:")
+        for problem in report.problems:
+            lines += _wrapped("  - ", str(problem))
+    else:
+        lines.append("no fault found (headers only; a merge also verifies the checksums of all data)")
+    return "\n".join(lines)
+
+
+def verify_text(report: VerifyReport) -> str:
+    """How a checkpoint compares with a reference."""
+    lines = [f"{report.checkpoint}", f"  against   {report.reference}"]
+    for note in report.notes:
+        lines += _wrapped("  note      ", note)
+    by_status: dict[str, list[TensorComparison]] = {}
+    for comparison in report.comparisons:
+        by_status.setdefault(comparison.status, []).append(comparison)
+    rounded = [comparison for comparison in by_status.get("equal", []) if comparison.detail != "equal"]
+    if rounded:
+        lines += _wrapped("  note      ", f"{_counted(len(rounded), 'tensor')}: {rounded[0].detail}")
+    lines.append(f"  compared  {_counts({status: len(found) for status, found in by_status.items()})}")
+    bad = [comparison for comparison in report.comparisons if comparison.status not in ("equal", "close")]
+    for comparison in bad[:_MAX_DIFFERENCES]:
+        lines += _wrapped("  - ", f"{comparison.name}: {comparison.detail}")
+    if len(bad) > _MAX_DIFFERENCES:
+        lines.append(f"  - and {len(bad) - _MAX_DIFFERENCES} more")
+    close = [comparison for comparison in report.comparisons if comparison.status == "close"]
+    if close:
+        worst = max(close, key=lambda comparison: comparison.max_difference or 0.0)
+        lines += _wrapped("  largest   ", f"{worst.max_difference:.6g} within the tolerances, in {worst.name}")
+    lines.append(
+        f"the same: {len(report.comparisons):,} tensors, {size_text(report.num_bytes)}"
+        if report.is_equal
+        else f"not the same: {_counted(len(bad), 'tensor')} of {len(report.comparisons):,}"
+    )
+    return "\n".join(lines)
+
+
+def size_text(num_bytes: int) -> str:
+    """Bytes for people, in powers of 1000 as disks and Hugging Face count."""
+    size = float(num_bytes)
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if size < 1000:  # noqa: PLR2004 - the step between units
+            return f"{num_bytes} bytes" if unit == "bytes" else f"{size:.2f} {unit}"
+        size /= 1000
+    return f"{size:.2f} TB"
+
+
+def _mesh_text(mesh: MeshSummary) -> str:
+    names = mesh.axis_names or tuple(f"axis {axis}" for axis in range(len(mesh.shape)))
+    axes = " x ".join(f"{name}={size}" for name, size in zip(names, mesh.shape, strict=True))
+    ascending = list(mesh.ranks) == sorted(mesh.ranks)
+    few = len(mesh.ranks) <= _MAX_MESH_RANKS
+    ranks = ranks_text(mesh.ranks) if ascending else f"ranks {', '.join(map(str, mesh.ranks[:_MAX_MESH_RANKS]))}"
+    if not ascending and not few:
+        ranks += ", ..."
+    return f"{axes} on {ranks}: {_counted(mesh.num_tensors, 'tensor')}"
+
+
+def _counts(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{number:,} {name}" for name, number in counts.items())
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def _wrapped(first: str, text: str) -> Iterable[str]:
+    return textwrap.wrap(
+        text,
+        _WIDTH,
+        initial_indent=first,
+        subsequent_indent=" " * len(first),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )

@@ -1,0 +1,192 @@
+"""Compares a sharded or merged checkpoint with a Hugging Face model directory, tensor by tensor, streaming."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+from merger.checks import check_cover, shape_text
+from merger.errors import CheckpointError, MergerError
+from merger.huggingface.expected import Architecture, expected_architecture
+from merger.huggingface.names import ignored_names, strip_wrappers
+from merger.reading import SourceReader, read_bands
+from merger.sharding import DealOrder
+from merger.sources import read_any, read_reference
+from merger.tensors import StoredTensor, as_real_pairs, bands, num_bytes
+
+if TYPE_CHECKING:
+    import torch
+
+# Elements compared at a time: in float64 on both sides this is some 50 MB.
+_BAND_ELEMENTS = 1 << 20
+
+Status: TypeAlias = Literal["equal", "close", "differs", "shape", "missing", "unexpected"]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorComparison:
+    """How one tensor compares.
+
+    "equal" is equal bit for bit, after rounding to the reference's element type where that is another one; "close" is
+    within the tolerances; "missing" and "unexpected" are in the reference only and in the checkpoint only.
+    `max_difference` is the largest absolute difference, None where there is none to be told; `detail` is for people.
+    """
+
+    name: str
+    status: Status
+    dtype: str | None
+    reference_dtype: str | None
+    max_difference: float | None
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyReport:
+    """All comparisons, in the order of the checkpoint, what only the reference has at the end."""
+
+    checkpoint: Path
+    reference: Path
+    comparisons: tuple[TensorComparison, ...]
+    num_bytes: int
+    notes: tuple[str, ...]
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether every tensor is there on both sides, and equal or within the tolerances."""
+        return all(comparison.status in ("equal", "close") for comparison in self.comparisons)
+
+
+def verify(
+    checkpoint: str | os.PathLike[str],
+    reference: str | os.PathLike[str],
+    *,
+    atol: float = 0.0,
+    rtol: float = 0.0,
+    world_size: int | None = None,
+    shard_order: DealOrder | None = None,
+) -> VerifyReport:
+    """Compares `checkpoint`, sharded or merged, with the Hugging Face model directory `reference`.
+
+    A tensor is within the tolerances where |checkpoint - reference| <= atol + rtol * |reference| for every element. The
+    checkpoint's values are first rounded to the reference's element type, where that is another floating one. Names are
+    compared as a merge would write them, and tied names count as one. Raises `MergerError` where either side cannot be
+    read.
+    """
+    source = read_any(Path(checkpoint), world_size=world_size, shard_order=shard_order)
+    if source.problems:
+        raise CheckpointError(source.problems)
+    target = read_reference(Path(reference))
+    architecture, notes = _architecture(target.config_dir)
+    names = strip_wrappers(source.tensors, set(target.tensors))
+    ours = {names[fqn]: tensor for fqn, tensor in source.tensors.items()}
+    ignored = set() if architecture is None else set(ignored_names(architecture, ours))
+    canonical = _canonical_names(architecture)
+    comparisons = []
+    seen: set[str] = set()
+    with SourceReader() as reader:
+        for name, tensor in ours.items():
+            in_reference = name if name in target.tensors else canonical.get(name, name)
+            if in_reference in target.tensors:
+                seen.add(in_reference)
+                comparisons.append(_compare(reader, name, tensor, target.tensors[in_reference], atol=atol, rtol=rtol))
+            elif name not in ignored:
+                detail = f"{shape_text(tensor.shape)}, not in the reference"
+                comparisons.append(TensorComparison(name, "unexpected", tensor.dtype.name, None, None, detail))
+    for name, tensor in target.tensors.items():
+        tied_here = any(canonical.get(other) == canonical.get(name, name) for other in ours if other in canonical)
+        if name not in seen and name not in ours and not (name in canonical and tied_here):
+            detail = f"{shape_text(tensor.shape)}, not in the checkpoint"
+            comparisons.append(TensorComparison(name, "missing", None, tensor.dtype.name, None, detail))
+    return VerifyReport(
+        source.path, target.path, tuple(comparisons), sum(num_bytes(tensor) for tensor in ours.values()), notes
+    )
+
+
+def _architecture(config_dir: Path | None) -> tuple[Architecture | None, tuple[str, ...]]:
+    """What the reference's config.json expects, for its ties; without it, names are compared as they are."""
+    if config_dir is None:
+        return None, ("the reference has no config.json, so ties are not known",)
+    try:
+        return expected_architecture(config_dir), ()
+    except MergerError as error:
+        return None, (f"the reference's architecture cannot be built, so ties are not known: {error}",)
+
+
+def _canonical_names(architecture: Architecture | None) -> dict[str, str]:
+    """Every tied name with the one under which a file holds the tensor."""
+    ties = () if architecture is None else architecture.ties
+    return {name: group[0] for group in ties for name in group}
+
+
+def _compare(
+    reader: SourceReader, name: str, ours: StoredTensor, theirs: StoredTensor, *, atol: float, rtol: float
+) -> TensorComparison:
+    import torch
+
+    if ours.dtype.name == "complex128" and theirs.dtype.name == "float64":
+        # That is how a merge of weights alone writes it.
+        ours = as_real_pairs(ours)
+    dtypes = ours.dtype.name, theirs.dtype.name
+    if ours.shape != theirs.shape:
+        detail = f"shape {shape_text(ours.shape)}, the reference has {shape_text(theirs.shape)}"
+        return TensorComparison(name, "shape", *dtypes, None, detail)
+    castable = ours.dtype.is_floating and theirs.dtype.is_floating
+    if ours.dtype != theirs.dtype and not castable:
+        detail = f"is {dtypes[0]}, the reference is {dtypes[1]}"
+        return TensorComparison(name, "differs", *dtypes, None, detail)
+    equal, close, largest = True, True, 0.0
+    for left, right in _paired_bands(reader, ours, theirs):
+        rounded = left.to(right.dtype)
+        if torch.equal(rounded.view(torch.uint8), right.view(torch.uint8)):
+            continue
+        equal = False
+        band_close, band_largest = _distance(rounded, right, atol, rtol)
+        close = close and band_close
+        largest = max(largest, band_largest)
+    rounding = "" if ours.dtype == theirs.dtype else f"{dtypes[0]} here, {dtypes[1]} in the reference; "
+    if equal:
+        return TensorComparison(name, "equal", *dtypes, 0.0, f"{rounding}equal after rounding" if rounding else "equal")
+    detail = f"{rounding}largest difference {largest:.6g}"
+    return TensorComparison(name, "close" if close else "differs", *dtypes, largest, detail)
+
+
+def _distance(left: torch.Tensor, right: torch.Tensor, atol: float, rtol: float) -> tuple[bool, float]:
+    """Whether all elements are within the tolerances (a NaN only to a NaN), and the largest difference."""
+    import torch
+
+    wide = torch.complex128 if left.dtype.is_complex else torch.float64 if left.dtype.is_floating_point else torch.int64
+    if not left.dtype.is_floating_point and not left.dtype.is_complex and left.dtype != torch.uint64:
+        difference = (left.to(wide) - right.to(wide)).abs().to(torch.float64)
+        limit = atol + rtol * right.to(torch.float64).abs()
+        return bool((difference <= limit).all()), float(difference.max())
+    if left.dtype == torch.uint64:
+        wide = torch.float64
+    first, second = left.to(wide), right.to(wide)
+    same = (first == second) | (torch.isnan(first) & torch.isnan(second))
+    difference = torch.where(same, torch.zeros((), dtype=torch.float64), (first - second).abs().to(torch.float64))
+    within = same | (difference <= atol + rtol * second.abs())
+    return bool(within.all()), float(difference.nan_to_num(nan=float("inf")).max())
+
+
+def _paired_bands(
+    reader: SourceReader, ours: StoredTensor, theirs: StoredTensor
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Both tensors in the same bands, flat, each in its own element type."""
+    import torch
+
+    assert not check_cover(ours), "checked on reading"
+    elements = (_BAND_ELEMENTS * tensor.dtype.itemsize for tensor in (ours, theirs))
+    ours_bytes, theirs_bytes = elements
+    for _, (_, left), (_, right) in zip(
+        bands(ours.shape, _BAND_ELEMENTS),
+        read_bands(reader, ours, ours_bytes),
+        read_bands(reader, theirs, theirs_bytes),
+        strict=True,
+    ):
+        yield (
+            torch.frombuffer(bytearray(left.tobytes()), dtype=getattr(torch, ours.dtype.name)),
+            torch.frombuffer(bytearray(right.tobytes()), dtype=getattr(torch, theirs.dtype.name)),
+        )

@@ -114,7 +114,10 @@ def _assemble(
                     held.append(_hold_plain(local, archive.file))
                 case DTensor():
                     found = _hold_sharded(fqn, entry, archive.file, shard_order)
-                    (held if isinstance(found, Held) else faults).append(found)
+                    if isinstance(found, Held):
+                        held.append(found)
+                    else:
+                        faults.append(found)
                 case ShardedTensorEntry():
                     faults.append(_unsupported(fqn))
                 case _:

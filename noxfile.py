@@ -1,0 +1,90 @@
+"""The project's chores. Bare `nox` runs lint, typecheck, unit and multirank, in that order.
+
+Every session runs on the interpreter that runs nox. `lint` needs ruff alone and has a small environment of its own. The
+others share the one that `dev` makes, because each of them needs torch, and torch is most of the time and nearly all of
+the disk space that an environment takes. `.nox/dev/bin/python` is also the interpreter to develop with.
+
+Arguments after `--` go to the tool: `nox -s unit -- -k sharding`. A path among them replaces the session's own.
+"""
+
+import argparse
+from pathlib import Path
+
+import nox
+
+nox.needs_version = ">=2025.11.12"  # the first in which a session can require another
+nox.options.default_venv_backend = "virtualenv"
+nox.options.reuse_venv = "yes"
+nox.options.sessions = ["lint", "typecheck", "unit", "multirank"]
+
+CONSTRAINTS = "constraints/test.txt"
+PYPROJECT = nox.project.load_toml("pyproject.toml")
+
+# No test needs the network, and one that reaches for it should fail at once rather than wait. One thread a process:
+# several ranks share each core, and threads that spin for their turn slow all of them down.
+TEST_ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+# Two cores are what a common CI machine has. A multirank worker is four rank processes that take turns, so more
+# workers than cores gain nothing.
+WORKERS = ("-n", "2")
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Check style and formatting with ruff."""
+    session.install("-c", CONSTRAINTS, *nox.project.dependency_groups(PYPROJECT, "lint"))
+    session.run("ruff", "check", *session.posargs)
+    session.run("ruff", "format", "--check", *session.posargs)
+
+
+@nox.session
+def dev(session: nox.Session) -> None:
+    """Install the project in place, with all that its tests and type checks need, for the other sessions."""
+    groups = nox.project.dependency_groups(PYPROJECT, "test", "lint", "typecheck")
+    session.install("-c", CONSTRAINTS, "-e", ".", *groups)
+
+
+@nox.session(venv_backend="none", requires=["dev"])
+def typecheck(session: nox.Session) -> None:
+    """Check types with mypy, strictly, over the package, the harness, the tests and this file."""
+    run_module(session, "mypy", *session.posargs)
+
+
+@nox.session(venv_backend="none", requires=["dev"])
+def unit(session: nox.Session) -> None:
+    """Run the tests that need no ranks."""
+    run_module(session, "pytest", *WORKERS, *default_path("tests/unit", session.posargs), *session.posargs)
+
+
+@nox.session(venv_backend="none", requires=["dev"])
+def multirank(session: nox.Session) -> None:
+    """Run the tests on real gloo ranks."""
+    run_module(session, "pytest", *WORKERS, *default_path("tests/multirank", session.posargs), *session.posargs)
+
+
+@nox.session(venv_backend="none", requires=["dev"])
+def demo(session: nox.Session) -> None:
+    """Make a real four-rank checkpoint, merge it, verify it and load it."""
+    run_module(session, "fixtures", "demo", *session.posargs)
+
+
+@nox.session(venv_backend="none", requires=["dev"])
+def fuzz(session: nox.Session) -> None:
+    """Run the Hypothesis properties at random and for longer: nox -s fuzz -- --minutes 30."""
+    parser = argparse.ArgumentParser(prog="nox -s fuzz --", add_help=False, allow_abbrev=False)
+    parser.add_argument("--minutes", type=float, default=5)
+    options, posargs = parser.parse_known_args(session.posargs)
+    session.env["MERGER_FUZZ_MINUTES"] = f"{options.minutes:g}"
+    properties = ("-m", "hypothesis", "--hypothesis-profile=fuzz")
+    run_module(session, "pytest", *WORKERS, *properties, *default_path("tests", posargs), *posargs)
+
+
+def run_module(session: nox.Session, module: str, *arguments: str) -> None:
+    """Run `python -m module` in the environment that the session `dev` made."""
+    python = session.env_dir.parent / "dev" / "bin" / "python"
+    session.run(python, "-m", module, *arguments, env=TEST_ENVIRONMENT)
+
+
+def default_path(path: str, posargs: list[str]) -> tuple[str, ...]:
+    """Return the path to test, or nothing where `posargs` name one of their own."""
+    return () if any(Path(argument.split("::")[0]).exists() for argument in posargs) else (path,)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, TypeAlias
 
@@ -115,10 +116,10 @@ def merge(
             are_equal=lambda first, other: _are_equal(reader, first, other),
         )
     plan = plan_output(outputs.tensors, max_shard_size=limit)
-    side_files, replaced, notes = _plan_side_files(config_dir, outputs)
+    side_files, replaced, notes = _plan_side_files(config_dir, target, outputs)
     notes = (*source.notes, *outputs.notes, *notes)
     if not dry_run:
-        with published(target, plan_bytes(plan) + side_files.num_bytes) as staging:
+        with published(target, plan_bytes(plan) + side_files.num_bytes, overwrite=overwrite) as staging:
             written = write_plan(
                 plan,
                 staging,
@@ -192,11 +193,16 @@ def _are_equal(reader: SourceReader, first: StoredTensor, other: StoredTensor) -
     return same_records(first, other) or first_difference(reader, first, other) is None
 
 
-def _plan_side_files(config_dir: Path | None, outputs: Outputs) -> tuple[SideFiles, dict[str, bytes], tuple[str, ...]]:
+def _plan_side_files(
+    config_dir: Path | None, target: Path, outputs: Outputs
+) -> tuple[SideFiles, dict[str, bytes], tuple[str, ...]]:
     """What lies beside the weights, the new bytes of config.json, and what is to be said of it."""
     if config_dir is None:
         return SideFiles((), (), has_tokenizer=False, problems=()), {}, ()
     side_files = plan_side_files(config_dir)
+    # An output inside the folder of the config is not part of what is copied.
+    beside = (file for file in side_files.files if not file.source.is_relative_to(target.resolve()))
+    side_files = replace(side_files, files=tuple(beside))
     if side_files.problems:
         raise ModelError(side_files.problems)
     notes = []
@@ -216,8 +222,6 @@ def _plan_side_files(config_dir: Path | None, outputs: Outputs) -> tuple[SideFil
 
 
 def _json(value: object) -> str:
-    import json
-
     text = json.dumps(value)
     return text if len(text) <= 60 else "a new value"  # noqa: PLR2004 - fits a line
 

@@ -88,16 +88,18 @@ def choose_outputs(
         dropped += [saved_as[name] for name in sorted(outcome.drop)]
         by_name = {name: tensor for name, tensor in by_name.items() if name not in outcome.drop}
         copies, ties_broken = outcome.copies, outcome.broken
-    if architecture is None:
-        # No architecture will load this one by name and shape, so the bytes are kept in the nearest type that there is.
-        pairs = [name for name, tensor in by_name.items() if tensor.dtype.name == "complex128"]
+    # Where no architecture is to load it by name and shape, complex128 is kept in the nearest type that files have.
+    pairs = [name for name, tensor in by_name.items() if architecture is None and tensor.dtype.name == "complex128"]
+    if pairs:
         by_name |= {name: as_real_pairs(by_name[name]) for name in pairs}
-        if pairs:
-            notes.append(f"complex128 written as pairs of float64 (see torch.view_as_complex): {_listed(pairs)}")
+        notes.append(f"complex128 written as pairs of float64 (see torch.view_as_complex): {_listed(pairs)}")
     by_name |= {alias: by_name[source] for alias, source in copies.items()}
     order = _order(by_name, architecture)
     kept = architecture.kept_in_float32(dtype) if architecture is not None and dtype is not None else frozenset()
-    tensors = tuple(OutputTensor(name, _target(name, by_name[name], dtype, kept), by_name[name]) for name in order)
+    as_they_are = kept.union(pairs)
+    tensors = tuple(
+        OutputTensor(name, _target(name, by_name[name], dtype, as_they_are), by_name[name]) for name in order
+    )
     kept_here = sorted(name for name in kept if name in by_name)
     if kept_here:
         notes.append(f"kept as saved, as the architecture asks: {_listed(kept_here)}")

@@ -77,9 +77,8 @@ def _other_format(folder: Path) -> str | None:
     def has(*patterns: str) -> bool:
         return any(next(folder.glob(pattern), None) is not None for pattern in patterns)
 
-    if ("metadata.json" in names and "common.pt" in names) or has(
-        "mp_rank_*/model*.pt", "iter_*/mp_rank_*", "dist_ckpt"
-    ):
+    megatron = has("mp_rank_*/model*.pt", "iter_*/mp_rank_*", "dist_ckpt")
+    if megatron or ("metadata.json" in names and "common.pt" in names):
         return "is a Megatron-Core checkpoint, which this version does not read; convert it with Megatron's own tools"
     if ".metadata" in names or has("*.distcp"):
         return (

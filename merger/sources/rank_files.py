@@ -1,7 +1,7 @@
 """Per-rank files of a training run: `model_world_size_{W}_rank_{R}.pt`, one `torch.save(model.state_dict())` each.
 
-FSDP2, and FSDP1 with a device mesh, leave DTensors for what is sharded and plain tensors for the rest. Reads headers and
-pickles only. Whatever is wrong with the set is gathered in the checkpoint's problems, not raised.
+FSDP2, and FSDP1 with a device mesh, leave DTensors for what is sharded and plain tensors for the rest. Reads headers
+and pickles only. Whatever is wrong with the set is gathered in the checkpoint's problems, not raised.
 """
 
 from __future__ import annotations
@@ -225,26 +225,28 @@ def _proven_differences(tensor: StoredTensor) -> list[Problem]:
 
 
 def _partial(fqn: str, entry: DTensor, axis: int) -> Problem:
-    names = entry.mesh.axis_names
-    name = f"axis {axis}" if names is None else f"axis {axis} ({names[axis]})"
     return Problem(
         "partial",
         fqn,
-        f"is {entry.placements[axis]} on mesh {name}: each rank holds a summand, not the value; "
+        f"is {entry.placements[axis]} on mesh {_axis_text(entry, axis)}: each rank holds a summand, not the value; "
         "redistribute it to Replicate() or Shard() before saving",
     )
 
 
 def _unordered(fqn: str, entry: DTensor, axis: int) -> Problem:
-    names = entry.mesh.axis_names
-    name = f"axis {axis}" if names is None else f"axis {axis} ({names[axis]})"
+    mesh = _mesh_text(entry.mesh.shape, entry.mesh.ranks)
     return Problem(
         "shard-order",
         fqn,
-        f"is sharded along mesh {name}, where ranks do not ascend (mesh {_mesh_text(entry.mesh.shape, entry.mesh.ranks)}"
-        "); fully_shard deals pieces by the rank's place in its group, distribute_tensor by mesh coordinate, and the "
-        "file does not say which: use --shard-order group for a model sharded by fully_shard, coordinate for the other",
+        f"is sharded along mesh {_axis_text(entry, axis)}, where ranks do not ascend (mesh {mesh}); fully_shard deals "
+        "pieces by the rank's place in its group, distribute_tensor by mesh coordinate, and the file does not say which: "
+        "use --shard-order group for a model sharded by fully_shard, coordinate for the other",
     )
+
+
+def _axis_text(entry: DTensor, axis: int) -> str:
+    names = entry.mesh.axis_names
+    return f"axis {axis}" if names is None else f"axis {axis} ({names[axis]})"
 
 
 def _unsupported(fqn: str) -> Problem:

@@ -1,0 +1,214 @@
+"""The command as a user runs it: what it prints, how it exits, what it imports."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import merger
+from merger.cli import main
+from tests.unit.archives import ARCHIVES
+
+ROOT = Path(__file__).parents[2]
+CHECKPOINT = ARCHIVES / "2.14.1" / "fsdp2_hsdp_w4"
+
+
+def imported_by(*arguments: str) -> set[str]:
+    """The top-level modules that a command has imported when it ends."""
+    program = (
+        "import sys\nfrom merger.cli import main\n"
+        f"try: main({list(arguments)!r})\nexcept SystemExit: pass\n"
+        "print(*{name.split('.')[0] for name in sys.modules}, file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    return set(done.stderr.split())
+
+
+def test_help_imports_neither_torch_nor_transformers_nor_numpy() -> None:
+    assert imported_by("--help").isdisjoint({"torch", "transformers", "numpy", "safetensors", "tqdm"})
+
+
+def test_inspect_imports_neither_torch_nor_numpy() -> None:
+    assert imported_by("inspect", str(CHECKPOINT), "--tensors", "*").isdisjoint({"torch", "transformers", "numpy"})
+
+
+def test_a_merge_without_casts_or_config_never_imports_torch(tmp_path: Path) -> None:
+    assert imported_by("merge", str(CHECKPOINT), str(tmp_path / "out"), "--weights-only").isdisjoint(
+        {"torch", "transformers"}
+    )
+    assert (tmp_path / "out" / "model.safetensors").exists()
+
+
+def test_the_public_names_are_a_decision() -> None:
+    assert set(merger.__all__) == {
+        "ArchiveError",
+        "CheckpointError",
+        "ChecksumError",
+        "InspectReport",
+        "MergeReport",
+        "MergerError",
+        "ModelError",
+        "NotACheckpointError",
+        "Problem",
+        "TargetError",
+        "UnsafePickleError",
+        "VerifyReport",
+        "inspect",
+        "merge",
+        "verify",
+    }
+
+
+@pytest.mark.parametrize(
+    ("command", "flags"),
+    [
+        (
+            "merge",
+            {
+                "--dtype", "--max-shard-size", "--overwrite", "--dry-run", "--world-size", "--config", "--weights-only",
+                "--unexpected", "--no-checksum", "--check-replicas", "--shard-order", "--workers", "--json", "--quiet",
+            },
+        ),
+        ("inspect", {"--tensors", "--world-size", "--shard-order", "--json"}),
+        ("verify", {"--atol", "--rtol", "--world-size", "--shard-order", "--json"}),
+        ("test", {"--atol", "--rtol", "--world-size", "--shard-order", "--json"}),
+    ],
+)  # fmt: skip
+def test_the_flags_are_a_decision(command: str, flags: set[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main([command, "--help"])
+    assert caught.value.code == 0
+    words = capsys.readouterr().out.replace("[", " ").replace("]", " ").replace(",", " ").split()
+    assert {word for word in words if word.startswith("--")} == flags | {"--help"}
+
+
+def test_merge_says_what_it_did(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    assert main(["merge", str(CHECKPOINT), str(out), "--weights-only"]) == 0
+    printed = capsys.readouterr()
+    assert printed.out == (
+        f"merged 4 ranks of {CHECKPOINT}\n"
+        f"  into      {out}\n"
+        "  tensors   17: 16 float32, 1 int64\n"
+        "  weights   3.94 kB in 1 file\n"
+        f"next: merger verify {CHECKPOINT} {out}\n"
+    )
+    assert printed.err == ""
+
+
+def test_quiet_prints_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["merge", str(CHECKPOINT), str(tmp_path / "out"), "--weights-only", "--quiet"]) == 0
+    assert capsys.readouterr() == ("", "")
+
+
+def test_json_is_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["merge", str(CHECKPOINT), str(tmp_path / "out"), "--weights-only", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["num_tensors"] == 17
+    assert report["checkpoint"] == str(CHECKPOINT)
+    assert main(["inspect", str(CHECKPOINT), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["meshes"][0]["axis_names"] == ["ddp", "fsdp"]
+    assert main(["verify", str(CHECKPOINT), str(tmp_path / "out"), "--json"]) == 0
+    assert {entry["status"] for entry in json.loads(capsys.readouterr().out)["comparisons"]} == {"equal"}
+
+
+def test_bad_input_exits_2_with_one_message_and_no_traceback(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rule 10: also as JSON, for programs."""
+    assert main(["merge", str(tmp_path / "none"), str(tmp_path / "out")]) == 2
+    assert capsys.readouterr() == ("", f"merger: error: {tmp_path / 'none'}: does not exist\n")
+    assert main(["inspect", str(tmp_path / "none"), "--json"]) == 2
+    printed = capsys.readouterr()
+    assert json.loads(printed.out) == {
+        "error": f"{tmp_path / 'none'}: does not exist",
+        "problems": [{"kind": "no-such-path", "where": str(tmp_path / "none"), "message": "does not exist"}],
+    }
+
+
+def test_differences_exit_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["merge", str(ARCHIVES / "2.14.1" / "fsdp2_1d_w4"), str(tmp_path / "out"), "--weights-only"]) == 0
+    case = ARCHIVES / "2.14.1" / "fsdp2_uneven_w4"
+    assert main(["verify", str(case), str(tmp_path / "out")]) == 1
+    assert "not the same: " in capsys.readouterr().out
+
+
+def test_verls_flags_work_unchanged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = str(tmp_path / "out")
+    merge = ["merge", "--backend", "fsdp", "--local_dir", str(CHECKPOINT), "--target_dir", out]
+    assert main([*merge, "--weights-only"]) == 0
+    test = ["test", "--backend", "fsdp", "--local_dir", str(CHECKPOINT), "--test_hf_dir", out]
+    assert main(test) == 0
+    assert capsys.readouterr().out.endswith("the same: 17 tensors, 3.94 kB\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "the following arguments are required: COMMAND"),
+        (["merge"], "give CKPT and OUT (or --local_dir and --target_dir)"),
+        (["verify", "x"], "give CKPT and REFERENCE (or --local_dir and --test_hf_dir)"),
+        (["merge", "a", "b", "--workers", "0"], "argument --workers: '0' is no positive whole number"),
+        (
+            ["merge", "a", "b", "--max-shard-size", "5 apples"],
+            "argument --max-shard-size: '5 apples' is no size; write a number of bytes, or one with a unit such as 5GB "  # noqa: ISC004
+            "or 500MB",
+        ),
+        (["merge", "a", "b", "--frobnicate"], "unrecognized arguments: --frobnicate"),
+    ],
+)
+def test_a_wrong_call_exits_2_and_says_why(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+    assert capsys.readouterr().err.splitlines()[-1].split(": error: ")[1] == message
+
+
+def test_a_hostile_pickle_is_refused_by_name_and_nothing_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """L11."""
+    import zipfile
+
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    marker = tmp_path / "marker"
+    pickle = (
+        b"\x80\x02cos\nsystem\n(X" + len(f"touch {marker}").to_bytes(4, "little") + f"touch {marker}".encode() + b"tR."
+    )
+    with zipfile.ZipFile(folder / "model_world_size_1_rank_0.pt", "w") as archive:
+        archive.writestr("a/data.pkl", pickle)
+        archive.writestr("a/byteorder", "little")
+    assert main(["merge", str(folder), str(tmp_path / "out"), "--weights-only"]) == 2
+    assert "os.system" in capsys.readouterr().err
+    assert not marker.exists()
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_reader_that_goes_away_is_no_error() -> None:
+    command = [sys.executable, "-m", "merger", "inspect", str(CHECKPOINT), "--tensors", "*"]
+    shell = f"{shlex.join(command)} | true; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert (done.stdout, done.stderr) == ("0\n", "")
+
+
+def test_a_missing_rank_is_listed_with_where_it_may_be(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """L1."""
+    folder = tmp_path / "checkpoint"
+    shutil.copytree(CHECKPOINT, folder)
+    for rank in (0, 3):
+        (folder / f"model_world_size_4_rank_{rank}.pt").unlink()
+    assert main(["merge", str(folder), str(tmp_path / "out"), "--weights-only"]) == 2
+    assert capsys.readouterr().err == (
+        f"merger: error: {folder}: ranks 0 and 3 of 4 are missing (found ranks 1 and 2); each node of a run writes the "
+        "files of its own ranks to its own disk: copy model_world_size_4_rank_*.pt from the other nodes into this "
+        "folder\n"
+    )

@@ -16,7 +16,7 @@ from typing import Literal
 from merger.dtypes import DType
 from merger.errors import Problem
 from merger.sharding import Mesh, Placement
-from merger.tensors import Chunk, StoredTensor, distinct_chunks, is_contiguous
+from merger.tensors import Chunk, StoredTensor, distinct_chunks, intersection, is_contiguous
 
 # A tensor that is cut wrongly tends to be so in every layer: past this many, the rest are counted only.
 MAX_LISTED = 8
@@ -31,7 +31,6 @@ class Held:
     shape: tuple[int, ...]
     mesh: Mesh | None
     placements: tuple[Placement, ...]
-    chunks: tuple[Chunk, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +157,7 @@ def all_replicas(tensor: StoredTensor) -> list[ReplicaPair]:
 
 
 def limit_problems(problems: Iterable[Problem]) -> list[Problem]:
-    """The problems in order, with at most `MAX_LISTED` of each kind; a last one of the kind counts those left out."""
+    """The problems grouped by kind, at most `MAX_LISTED` of each; a last one of the kind counts those left out."""
     by_kind: dict[str, list[Problem]] = defaultdict(list)
     for problem in problems:
         by_kind[problem.kind].append(problem)
@@ -222,18 +221,15 @@ def _compare_recorded(first: Chunk, other: Chunk, itemsize: int) -> Literal["equ
 
 
 def _first_overlap(chunks: Sequence[Chunk]) -> tuple[Chunk, Chunk] | None:
-    """A sweep along dim 0: only chunks whose rows are still open can overlap the next one."""
+    """A sweep along the dim that is cut most: only chunks that are still open there can overlap the next one."""
+    if len(chunks) < 2:  # noqa: PLR2004 - it takes two; and a tensor without dims has one at most
+        return None
+    dim = max(range(len(chunks[0].offsets)), key=lambda dim: len({chunk.offsets[dim] for chunk in chunks}))
     active: list[Chunk] = []
-    for chunk in sorted(chunks, key=lambda chunk: chunk.offsets):
-        if chunk.offsets:
-            active = [other for other in active if other.offsets[0] + other.sizes[0] > chunk.offsets[0]]
+    for chunk in sorted(chunks, key=lambda chunk: (chunk.offsets[dim], chunk.offsets)):
+        active = [other for other in active if other.offsets[dim] + other.sizes[dim] > chunk.offsets[dim]]
         for other in active:
-            if all(
-                low < other_low + other_size and other_low < low + size
-                for low, size, other_low, other_size in zip(
-                    chunk.offsets, chunk.sizes, other.offsets, other.sizes, strict=True
-                )
-            ):
+            if intersection(other.offsets, other.sizes, chunk.offsets, chunk.sizes) is not None:
                 return other, chunk
         active.append(chunk)
     return None

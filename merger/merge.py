@@ -159,7 +159,10 @@ def plan_bytes(plan: Plan) -> int:
 def _check_bytes(reader: SourceReader, source: Checkpoint, *, in_full: bool) -> None:
     """Raises all that is wrong with the checkpoint, and what only its bytes can tell: where replicas differ."""
     problems = [problem for problem in source.problems if problem.kind != "replicas-differ"]
+    at_fault = {problem.where.rpartition(": ")[2] for problem in problems}
     for tensor in source.tensors.values():
+        if tensor.fqn in at_fault:
+            continue
         pairs = all_replicas(tensor) if in_full else undecided_replicas(tensor)
         problems += differing_replicas(reader, tensor, pairs)
     if problems:

@@ -94,8 +94,8 @@ def _other_format(folder: Path) -> str | None:
         return "is a Hugging Face model directory already: there is nothing to merge"
     if has("optim_world_size_*_rank_*.pt", "extra_state_world_size_*_rank_*.pt"):
         return (
-            "holds optimizer or extra state of ranks but no model_world_size_*_rank_*.pt; the model was not saved here, "
-            "or not copied: look on the other nodes, and in the trainer's setting of what to save"
+            "holds optimizer or extra state of ranks but no model_world_size_*_rank_*.pt; the model was not saved "
+            "here, or not copied: look on the other nodes, and in the trainer's setting of what to save"
         )
     return None
 

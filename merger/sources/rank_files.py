@@ -25,7 +25,7 @@ from merger.checks import (
 )
 from merger.errors import ArchiveError, Problem
 from merger.sharding import DealOrder, Holding, holding, mesh_coordinate, shard_coordinate, unordered_axis
-from merger.sources.dtensor import DTensor, LocalTensor, PlainTensor, ShardedTensorEntry
+from merger.sources.dtensor import DTensor, PlainTensor, ShardedTensorEntry
 from merger.sources.rank_set import beside_siblings, find_rank_set
 from merger.sources.torch_zip import Archive, read_archive
 from merger.tensors import Chunk, SourceFile, StoredTensor
@@ -105,56 +105,48 @@ def _assemble(
     others: dict[str, str] = {}
     problems: list[Problem] = []
     for fqn, entries in by_name.items():
-        held: list[Held] = []
-        faults: list[Problem] = []
-        for archive, entry in entries:
-            assert archive.file.rank is not None, "rank files have ranks"
-            match entry:
-                case PlainTensor(local=local):
-                    held.append(_hold_plain(local, archive.file))
-                case DTensor():
-                    found = _hold_sharded(fqn, entry, archive.file, shard_order)
-                    if isinstance(found, Held):
-                        held.append(found)
-                    else:
-                        faults.append(found)
-                case ShardedTensorEntry():
-                    faults.append(_unsupported(fqn))
-                case _:
-                    others[fqn] = type(entry).__name__
-        # Ranks that find the same fault say the same.
-        faults = list(dict.fromkeys(faults))
-        if faults or not held:
+        sharded_tensor = any(isinstance(entry, ShardedTensorEntry) for _, entry in entries)
+        held = [_held(entry, archive.file) for archive, entry in entries if isinstance(entry, PlainTensor | DTensor)]
+        if sharded_tensor:
+            problems.append(_unsupported(fqn))
+        elif not held:
+            others[fqn] = type(entries[0][1]).__name__
+        elif faults := check_agreement(fqn, held) or check_census(fqn, held, world_size):
             problems += faults
-            continue
-        faults = check_agreement(fqn, held) or check_census(fqn, held, world_size)
-        first = held[0]
-        tensor = StoredTensor(fqn, first.dtype, first.shape, tuple(chunk for entry in held for chunk in entry.chunks))
-        if not faults:
-            faults = check_cover(tensor) or _proven_differences(tensor)
-        problems += faults
-        tensors[fqn] = tensor
-        meshes = tuple(dict.fromkeys(entry.mesh for entry in held if entry.mesh is not None))
-        if meshes:
-            layouts[fqn] = Layout(meshes, first.placements)
+        else:
+            found = [_chunks(fqn, entry, archive.file, shard_order) for archive, entry in entries]
+            # Ranks that find the same fault say the same.
+            faults = list(dict.fromkeys(fault for fault in found if isinstance(fault, Problem)))
+            chunks = tuple(chunk for part in found if not isinstance(part, Problem) for chunk in part)
+            tensors[fqn] = StoredTensor(fqn, held[0].dtype, held[0].shape, chunks)
+            if held[0].mesh is not None:
+                meshes = tuple(dict.fromkeys(one.mesh for one in held if one.mesh is not None))
+                layouts[fqn] = Layout(meshes, held[0].placements)
+            problems += faults or check_cover(tensors[fqn]) or _proven_differences(tensors[fqn])
     return tensors, layouts, others, limit_problems(problems)
 
 
-def _hold_plain(local: LocalTensor, file: SourceFile) -> Held:
+def _held(entry: PlainTensor | DTensor, file: SourceFile) -> Held:
     assert file.rank is not None, "rank files have ranks"
-    chunk = Chunk((0,) * len(local.sizes), local.sizes, file, local.byte_offset, local.strides, local.record)
-    chunks = (chunk,) if 0 not in local.sizes else ()
-    return Held(file.rank, local.dtype, local.sizes, None, (), chunks)
+    if isinstance(entry, PlainTensor):
+        return Held(file.rank, entry.local.dtype, entry.local.sizes, None, ())
+    return Held(file.rank, entry.dtype, entry.shape, entry.mesh, entry.placements)
 
 
-def _hold_sharded(fqn: str, entry: DTensor, file: SourceFile, shard_order: DealOrder | None) -> Held | Problem:
-    """The rectangles of a DTensor that its rank holds, or why they cannot be told."""
+def _chunks(fqn: str, entry: object, file: SourceFile, shard_order: DealOrder | None) -> tuple[Chunk, ...] | Problem:
+    """The rectangles of a tensor that a rank holds, or why they cannot be told."""
+    if not isinstance(entry, PlainTensor | DTensor):
+        return ()  # on a rank that is not of the tensor's mesh, else the census would have missed it
+    local = entry.local
+    if isinstance(entry, PlainTensor):
+        chunk = Chunk((0,) * len(local.sizes), local.sizes, file, local.byte_offset, local.strides, local.record)
+        return () if 0 in local.sizes else (chunk,)
     assert file.rank is not None, "rank files have ranks"
     mesh, placements = entry.mesh, entry.placements
     coordinate = mesh_coordinate(mesh, file.rank)
     if coordinate is None:
         # A rank outside a tensor's mesh keeps an empty stand-in under its name.
-        return Held(file.rank, entry.dtype, entry.shape, mesh, placements, ())
+        return ()
     partial = next((axis for axis, placement in enumerate(placements) if placement.kind == "partial"), None)
     if partial is not None:
         return _partial(fqn, entry, partial)
@@ -165,8 +157,7 @@ def _hold_sharded(fqn: str, entry: DTensor, file: SourceFile, shard_order: DealO
     held = holding(entry.shape, mesh.shape, placements, dealt, entry.shard_order)
     if (fault := _check_local(fqn, entry, file.rank, held)) is not None:
         return fault
-    local = entry.local
-    chunks = tuple(
+    return tuple(
         Chunk(
             piece.offsets,
             piece.sizes,
@@ -179,7 +170,6 @@ def _hold_sharded(fqn: str, entry: DTensor, file: SourceFile, shard_order: DealO
         )
         for piece in held.pieces
     )
-    return Held(file.rank, entry.dtype, entry.shape, mesh, placements, chunks)
 
 
 def _check_local(fqn: str, entry: DTensor, rank: int, held: Holding) -> Problem | None:
@@ -239,8 +229,8 @@ def _unordered(fqn: str, entry: DTensor, axis: int) -> Problem:
         "shard-order",
         fqn,
         f"is sharded along mesh {_axis_text(entry, axis)}, where ranks do not ascend (mesh {mesh}); fully_shard deals "
-        "pieces by the rank's place in its group, distribute_tensor by mesh coordinate, and the file does not say which: "
-        "use --shard-order group for a model sharded by fully_shard, coordinate for the other",
+        "pieces by the rank's place in its group, distribute_tensor by mesh coordinate, and the file does not say "
+        "which: use --shard-order group for a model sharded by fully_shard, coordinate for the other",
     )
 
 

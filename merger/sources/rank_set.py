@@ -13,6 +13,8 @@ from merger.checks import ranks_text
 from merger.errors import Problem
 
 RANK_FILE = re.compile(r"model_world_size_(\d+)_rank_(\d+)\.pt")
+# Faults of a file of which the sizes of its siblings tell more.
+_KINDS_OF_SIZE = frozenset({"truncated", "not-an-archive", "damaged-archive"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,10 +113,14 @@ def beside_siblings(problems: Sequence[Problem], paths: dict[int, Path]) -> list
     """Adds the size that the other ranks' files have, which tells a broken copy at once (FAULTS L2)."""
     extended = []
     for problem in problems:
+        if problem.kind not in _KINDS_OF_SIZE:
+            extended.append(problem)
+            continue
         sizes = sorted(path.stat().st_size for path in paths.values() if path.name != problem.where)
         if not sizes:
             extended.append(problem)
             continue
         span = f"{sizes[0]:,}" if sizes[0] == sizes[-1] else f"{sizes[0]:,} to {sizes[-1]:,}"
-        extended.append(replace(problem, message=f"{problem.message} (the files of the other ranks have {span} bytes)"))
+        message = f"{problem.message.removesuffix('.')} (the files of the other ranks have {span} bytes)"
+        extended.append(replace(problem, message=message))
     return extended

@@ -126,9 +126,11 @@ def test_a_broken_file_is_shown_beside_its_siblings(tmp_path: Path) -> None:
     for rank, size in enumerate((10, 1200, 1100)):
         (tmp_path / names(3, rank)[0]).write_bytes(bytes(size))
     paths = find_rank_set(tmp_path, None).paths
-    problem = Problem("x", names(3, 0)[0], "is short")
+    problem = Problem("truncated", names(3, 0)[0], "is short.")
     assert beside_siblings([problem], paths) == [
-        Problem("x", names(3, 0)[0], "is short (the files of the other ranks have 1,100 to 1,200 bytes)")
+        Problem("truncated", names(3, 0)[0], "is short (the files of the other ranks have 1,100 to 1,200 bytes)")
     ]
     only = {0: paths[0]}
     assert beside_siblings([problem], only) == [problem]
+    other = Problem("checksum", names(3, 0)[0], "is damaged.")
+    assert beside_siblings([other], paths) == [other]

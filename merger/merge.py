@@ -6,8 +6,9 @@ import json
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 from typing import Literal, TypeAlias
 
@@ -18,7 +19,7 @@ from merger.errors import CheckpointError, ModelError, Problem
 from merger.huggingface.expected import Architecture, expected_architecture, generation_config_complaint, read_config
 from merger.huggingface.outputs import Outputs, Unexpected, choose_outputs, main_dtype
 from merger.huggingface.side_files import SideFiles, config_bytes, copy_side_files, output_config, plan_side_files
-from merger.plan import Plan, parse_size, plan_output
+from merger.plan import OutputTensor, Plan, parse_size, plan_output
 from merger.publish import check_target, published
 from merger.reading import SourceReader
 from merger.sharding import DealOrder
@@ -115,7 +116,9 @@ def merge(
             unexpected=unexpected,
             are_equal=lambda first, other: _are_equal(reader, first, other),
         )
-    plan = plan_output(outputs.tensors, max_shard_size=limit)
+    plan = plan_output(
+        outputs.tensors, max_shard_size=limit, num_parameters=_num_parameters(outputs.tensors, architecture)
+    )
     side_files, replaced, notes = _plan_side_files(config_dir, target, outputs)
     notes = (*source.notes, *outputs.notes, *notes)
     if not dry_run:
@@ -188,6 +191,13 @@ def _target_dtype(choice: DTypeChoice, architecture: Architecture | None) -> str
     if choice == "auto":
         return None if architecture is None else architecture.dtype
     return choice
+
+
+def _num_parameters(tensors: Sequence[OutputTensor], architecture: Architecture | None) -> int | None:
+    """How many elements are parameters, as the index of a model states it; None where the architecture is not known."""
+    if architecture is None:
+        return None
+    return sum(prod(tensor.source.shape) for tensor in tensors if tensor.name not in architecture.buffers)
 
 
 def _are_equal(reader: SourceReader, first: StoredTensor, other: StoredTensor) -> bool:

@@ -41,7 +41,8 @@ class Architecture:
     included. `ties` are groups of names for one tensor; the first of each is the one that `save_pretrained` writes.
     `keep_fp32` are the names that stay float32 in a bfloat16 or float16 model, `keep_fp32_in_float16` those that do in
     a float16 model only; `kept_in_float32` puts them together. `ignore_unexpected` are regular expressions, to be
-    searched, of names that files may hold and the model does not read. `dtype` is what config.json states.
+    searched, of names that files may hold and the model does not read. `dtype` is what config.json states. `buffers`
+    are those names of `shapes` that are no parameters.
     """
 
     class_name: str
@@ -51,6 +52,7 @@ class Architecture:
     keep_fp32_in_float16: frozenset[str]
     ignore_unexpected: tuple[str, ...]
     dtype: str | None
+    buffers: frozenset[str] = frozenset()
 
     def kept_in_float32(self, dtype: str) -> frozenset[str]:
         """Names that are not to be cast when the model is cast to `dtype`, a torch name such as "bfloat16"."""
@@ -220,6 +222,7 @@ def _architecture(model: Any, class_name: str, dtype: str | None) -> Architectur
         keep_fp32_in_float16=frozenset(float16 & floating),
         ignore_unexpected=tuple(sorted(ignored)),
         dtype=dtype,
+        buffers=frozenset(name for name, tensor in state.items() if not isinstance(tensor, torch.nn.Parameter)),
     )
 
 

@@ -14,7 +14,7 @@ from merger.errors import Problem
 
 RANK_FILE = re.compile(r"model_world_size_(\d+)_rank_(\d+)\.pt")
 # Faults of a file of which the sizes of its siblings tell more.
-_KINDS_OF_SIZE = frozenset({"truncated", "not-an-archive", "damaged-archive"})
+_KINDS_OF_SIZE = frozenset({"empty-file", "truncated", "not-an-archive", "damaged-archive"})
 
 
 @dataclass(frozen=True, slots=True)

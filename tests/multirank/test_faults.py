@@ -1,0 +1,424 @@
+"""Every fault of the harness: refused with the whole message, or merged exactly with what was done said aloud.
+
+Each message says what was found, what was expected and what to do. Where it shows sizes, checksums or trained values,
+which depend on the torch and the processor that made the files, those stand here by name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import merger
+from fixtures.cases import CASES
+from fixtures.faults import FAULTS
+from merger.errors import CheckpointError, ChecksumError, MergerError, ModelError, NotACheckpointError
+
+FAULTY = {case.fault: case for case in CASES.values() if case.fault is not None}
+TIED = "lm_head.weight equals model.embed_tokens.weight, to which it is tied; written once"
+
+# `@` is the folder of the checkpoint.
+REFUSED: dict[str, tuple[type[MergerError], str]] = {
+    "ranks_missing": (
+        CheckpointError,
+        (
+            "@: ranks 1 and 3 of 4 are missing (found ranks 0 and 2); each node of a run writes the files of its own "
+            "ranks to its own disk: copy model_world_size_4_rank_*.pt from the other nodes into this folder"
+        ),
+    ),
+    "rank_zero_missing": (
+        CheckpointError,
+        (
+            "@: rank 0 of 4 is missing (found ranks 1-3); each node of a run writes the files of its own ranks to its "
+            "own disk: copy model_world_size_4_rank_*.pt from the other nodes into this folder"
+        ),
+    ),
+    "zero_byte_rank": (
+        CheckpointError,
+        (
+            "model_world_size_4_rank_1.pt: The file is empty (0 bytes): it was never written to its end; copy it again "
+            "from where it was saved (the files of the other ranks have <size> bytes)"
+        ),
+    ),
+    "truncated_rank": (
+        CheckpointError,
+        (
+            "model_world_size_4_rank_2.pt: The file is cut short: its <cut> bytes begin as a torch.save archive, but "
+            "the directory at the end is missing. The copy or the save was not finished; copy it again from where it "
+            "was saved (the files of the other ranks have <size> bytes)"
+        ),
+    ),
+    "half_copied_rank": (
+        CheckpointError,
+        (
+            "model_world_size_4_rank_2.pt: The file is cut short: its <size> bytes begin as a torch.save archive, but "
+            "the directory at the end is missing. The copy or the save was not finished; copy it again from where it "
+            "was saved (the files of the other ranks have <size> bytes)"
+        ),
+    ),
+    "html_rank": (
+        CheckpointError,
+        (
+            "model_world_size_4_rank_1.pt: The file is 98 bytes of an HTML page, not a torch.save archive: a download "
+            "returned an error or a login page; download it again (the files of the other ranks have <size> bytes)"
+        ),
+    ),
+    "not_zip_rank": (
+        CheckpointError,
+        (
+            "model_world_size_4_rank_1.pt: The file is <size> bytes of something else than a torch.save archive; copy "
+            "it again from where it was saved (the files of the other ranks have <size> bytes)"
+        ),
+    ),
+    "rank_copied_over": (
+        CheckpointError,
+        (
+            "model_world_size_4_rank_2.pt: was saved by rank 1, but its name says rank 2; it was renamed or copied "
+            "over: restore the file that rank 2 saved"
+        ),
+    ),
+    "ranks_swapped": (
+        CheckpointError,
+        (
+            "2 problems:\n"
+            "  - model_world_size_4_rank_1.pt: was saved by rank 2, but its name says rank 1; it was renamed or copied "
+            "over: restore the file that rank 1 saved\n"
+            "  - model_world_size_4_rank_2.pt: was saved by rank 1, but its name says rank 2; it was renamed or copied "
+            "over: restore the file that rank 2 saved"
+        ),
+    ),
+    "bit_flipped": (
+        ChecksumError,
+        (
+            "model_world_size_4_rank_2.pt: model.layers.0.mlp.gate_proj.weight: the bytes on disk (rank 2) are not "
+            "those that were saved: record data/9 has CRC-32 <crc>, its archive recorded <crc>; copy the file "
+            "again from where it was written, or use another step's checkpoint (--no-checksum merges the damaged bytes)"
+        ),
+    ),
+    "key_renamed_by_flip": (
+        CheckpointError,
+        (
+            "model_world_size_4_rank_2.pt: The checksum of data.pkl is <crc>, but <crc> was recorded when it was "
+            "saved. The file is damaged; copy it again from where it was saved."
+        ),
+    ),
+    "two_world_sizes": (
+        CheckpointError,
+        "@: holds rank files of 2 runs (2 of world size 2 and 4 of world size 4); say which with --world-size",
+    ),
+    "buffer_differs": (
+        CheckpointError,
+        (
+            "a_buffers.vector: should be the same on all ranks that hold it, but at [4] rank 0 has 0 and rank 2 has 1; "
+            "the files are not of one run and one step, or the ranks went apart in training"
+        ),
+    ),
+    "replica_differs": (
+        CheckpointError,
+        (
+            "model.layers.0.mlp.gate_proj.weight: should be the same on all ranks that hold it, but at [3, 1] rank 0 "
+            "has <value> and rank 2 has <value>; the files are not of one run and one step, or the ranks "
+            "went apart in training"
+        ),
+    ),
+    "key_missing_on_rank": (
+        CheckpointError,
+        (
+            "model.layers.0.mlp.gate_proj.weight: held by ranks 0, 1 and 3 but missing on rank 2, though its device "
+            "mesh names them all; save the checkpoint again, or restore the right files of those ranks"
+        ),
+    ),
+    "key_missing_everywhere": (
+        ModelError,
+        (
+            "1 tensor is missing that Qwen2ForCausalLM has: model.layers.0.mlp.gate_proj.weight. If config.json is not "
+            "that of the model that was trained, name the right one by --config DIR."
+        ),
+    ),
+    "key_extra_on_rank": (
+        CheckpointError,
+        (
+            "model.layers.7.mlp.gate_proj.weight: held by rank 3 but missing on ranks 0-2, though its device mesh "
+            "names them all; save the checkpoint again, or restore the right files of those ranks"
+        ),
+    ),
+    "key_unexpected": (
+        ModelError,
+        (
+            "1 tensor is not of Qwen2ForCausalLM: model.layers.7.mlp.gate_proj.weight. --unexpected keep writes them "
+            "along, --unexpected drop leaves them out; if config.json is not that of the model that was trained, name "
+            "the right one by --config DIR."
+        ),
+    ),
+    "plain_on_rank": (
+        CheckpointError,
+        (
+            "model.layers.0.mlp.gate_proj.weight: ranks disagree: a DTensor on ranks 0, 2 and 3, a plain tensor on "
+            "rank 1; their files are not of one run and one step"
+        ),
+    ),
+    "shape_disagrees": (
+        CheckpointError,
+        (
+            "model.layers.0.mlp.gate_proj.weight: ranks disagree: shape (37, 24) on ranks 0, 2 and 3, shape (38, 24) "
+            "on rank 1; their files are not of one run and one step"
+        ),
+    ),
+    "dtype_disagrees": (
+        CheckpointError,
+        (
+            "model.layers.0.mlp.gate_proj.weight: ranks disagree: float16 on rank 1, float32 on ranks 0, 2 and 3; "
+            "their files are not of one run and one step"
+        ),
+    ),
+    "placement_disagrees": (
+        CheckpointError,
+        (
+            "model.layers.0.mlp.gate_proj.weight: ranks disagree: (Replicate()) on rank 1, (Shard(0)) on ranks 0, 2 "
+            "and 3; their files are not of one run and one step"
+        ),
+    ),
+    "hole": (
+        CheckpointError,
+        (
+            "rank 1: model.layers.0.mlp.gate_proj.weight: holds a local tensor of shape (9, 24), but of shape (37, 24) "
+            "with placements (Shard(0)) this rank has [10:20, 0:24], shape (10, 24); the checkpoint would have holes "
+            "or shifted rows: save it again"
+        ),
+    ),
+    "partial_placement": (
+        CheckpointError,
+        (
+            "model.layers.0.mlp.gate_proj.weight: is Partial(sum) on mesh axis 0 (fsdp): each rank holds a summand, "
+            "not the value; redistribute it to Replicate() or Shard() before saving"
+        ),
+    ),
+    "tied_without_embedding": (
+        ModelError,
+        (
+            "model.embed_tokens.weight: the checkpoint lacks this tensor of Qwen2ForCausalLM, and has only "
+            "lm_head.weight, which by config.json is tied to it. If config.json is not that of the model that was "
+            "trained, name the right one by --config DIR."
+        ),
+    ),
+    "hostile_pickle": (
+        CheckpointError,
+        (
+            "model_world_size_4_rank_1.pt: data.pkl asks for posix.system, which is not among the classes that sharded "
+            "checkpoints are made of. Nothing of it was run. If you trust the origin of this file, save it again with "
+            "tensors only."
+        ),
+    ),
+    "unknown_class": (
+        CheckpointError,
+        (
+            "model_world_size_4_rank_1.pt: data.pkl asks for fixtures.fault_states.NotOnAnyList, which is not among "
+            "the classes that sharded checkpoints are made of. Nothing of it was run. If you trust the origin of this "
+            "file, save it again with tensors only."
+        ),
+    ),
+    "old_format": (
+        CheckpointError,
+        (
+            "4 problems:\n"
+            "  - model_world_size_4_rank_0.pt: The file (<old> bytes) was saved in the old non-zip format of "
+            "torch.save; load it with the torch that wrote it and save again with the default format.\n"
+            "  - model_world_size_4_rank_1.pt: The file (<old> bytes) was saved in the old non-zip format of "
+            "torch.save; load it with the torch that wrote it and save again with the default format.\n"
+            "  - model_world_size_4_rank_2.pt: The file (<old> bytes) was saved in the old non-zip format of "
+            "torch.save; load it with the torch that wrote it and save again with the default format.\n"
+            "  - model_world_size_4_rank_3.pt: The file (<old> bytes) was saved in the old non-zip format of "
+            "torch.save; load it with the torch that wrote it and save again with the default format."
+        ),
+    ),
+    "fsdp_config_disagrees": (
+        CheckpointError,
+        (
+            "fsdp_config.json: says world size 8, but the rank files are those of world size 4; delete it if it is "
+            "stale, or confirm the files with --world-size 4"
+        ),
+    ),
+    "huggingface_only": (
+        NotACheckpointError,
+        (
+            "@: holds optimizer or extra state of ranks but no model_world_size_*_rank_*.pt; the model was not saved "
+            "here, or not copied: look on the other nodes, and in the trainer's setting of what to save"
+        ),
+    ),
+    "format_dcp": (
+        NotACheckpointError,
+        (
+            "@: is a torch.distributed.checkpoint (DCP) checkpoint, which this version does not read; turn it into one "
+            "file with `python -m torch.distributed.checkpoint.format_utils dcp_to_torch`"
+        ),
+    ),
+    "format_zero": (
+        NotACheckpointError,
+        "@: is a DeepSpeed ZeRO checkpoint, which this version does not read; run the zero_to_fp32.py beside it",
+    ),
+    "format_megatron": (
+        NotACheckpointError,
+        "@: is a Megatron-Core checkpoint, which this version does not read; convert it with Megatron's own tools",
+    ),
+    "format_merged": (
+        NotACheckpointError,
+        "@: is a Hugging Face model directory already: there is nothing to merge",
+    ),
+    "no_huggingface": (
+        ModelError,
+        (
+            "@: has no huggingface/ folder with config.json; give the folder of the base model with --config DIR, or "
+            "merge the weights alone with --weights-only"
+        ),
+    ),
+    "no_architectures": (
+        ModelError,
+        (
+            '@/huggingface/config.json: it names no class under "architectures", such as ["Qwen2ForCausalLM"]. Add '
+            "it. Name a folder with the right config.json by --config DIR, or merge the tensors as they are, without "
+            "this check, by --weights-only."
+        ),
+    ),
+    "no_model_type": (
+        ModelError,
+        (
+            '@/huggingface/config.json: it has no "model_type", such as "qwen2". Add it. Name a folder with the '
+            "right config.json by --config DIR, or merge the tensors as they are, without this check, by "
+            "--weights-only."
+        ),
+    ),
+}
+
+# What is merged all the same, and what is said of it.
+MERGED: dict[str, tuple[str, ...]] = {
+    "padded_shards": (TIED,),
+    "prefixed_fsdp": (
+        TIED,
+        (
+            "names stripped of wrappers: 26, such as _fsdp_wrapped_module.model.embed_tokens.weight -> "
+            "model.embed_tokens.weight"
+        ),
+    ),
+    "prefixed_compile": (
+        TIED,
+        "names stripped of wrappers: 26, such as _orig_mod.model.embed_tokens.weight -> model.embed_tokens.weight",
+    ),
+    "prefixed_checkpointing": (
+        TIED,
+        (
+            "names stripped of wrappers: 24, such as model.layers.0._checkpoint_wrapped_module.self_attn.q_proj.weight "
+            "-> model.layers.0.self_attn.q_proj.weight"
+        ),
+    ),
+    "prefixed_ddp": (
+        TIED,
+        "names stripped of wrappers: 26, such as module.model.embed_tokens.weight -> model.embed_tokens.weight",
+    ),
+    "prefixed_peft": (
+        TIED,
+        (
+            "names stripped of wrappers: 26, such as base_model.model.model.embed_tokens.weight -> "
+            "model.embed_tokens.weight"
+        ),
+    ),
+    "prefixed_mixed": (
+        TIED,
+        (
+            "names stripped of wrappers: 26, such as module._orig_mod._fsdp_wrapped_module.model.embed_tokens.weight "
+            "-> model.embed_tokens.weight"
+        ),
+    ),
+    "tied_diverged": (
+        (
+            "lm_head.weight differs from model.embed_tokens.weight, to which it was tied; both are written and "
+            "tie_word_embeddings is set to false"
+        ),
+        "config.json: tie_word_embeddings set to false",
+    ),
+    "tied_without_head": ("lm_head.weight was not saved; it is tied to model.embed_tokens.weight",),
+    "checksums_off": (
+        "ranks 0-3: saved with checksums off, so damage to the files cannot be noticed",
+        TIED,
+    ),
+    "fsdp_config_missing": (TIED,),
+    "in_global_step": (
+        "read from @/global_step_10/actor",
+        TIED,
+    ),
+    "fsdp_prefixed_architecture": (
+        TIED,
+        'config.json: architectures set to ["Qwen2ForCausalLM"]',
+    ),
+    "generation_config_rejected": (
+        TIED,
+        (
+            "generation_config.json was copied as it is, but transformers objects to it: GenerationConfig is invalid: "
+            "- `temperature`: `do_sample` is not set to `True`. However, `temperature` is set to `0.6` -- this flag is "
+            "only used in sample-based generation modes. You should set `do_sample=True` or unset `temperature`. - "
+            "`top_p`: `do_sample` is not set to `True`. However, `top_p` is set to `0.95` -- this flag is only used in "
+            "sample-based generation modes. You should set `do_sample=True` or unset `top_p`."
+        ),
+    ),
+    "remote_code": (TIED,),
+    "tokenizer_missing": (
+        TIED,
+        "@/huggingface holds no tokenizer, so the output has none; copy it from the base model",
+    ),
+}
+
+# What the output must be where it is not what was trained under the architecture's names.
+DIVERGED = {"tied_diverged"}
+
+
+def normalised(text: str, folder: Path, sound: Path) -> str:
+    """The message with the folder, and what depends on the machine that made the files, replaced by names."""
+    text = text.replace(str(folder), "@")
+    text = re.sub(r"The file \([0-9,]+ bytes\)", "The file (<old> bytes)", text)
+    sizes = {path.stat().st_size: "<size>" for path in sound.glob("model_*")}
+    cut = folder / "model_world_size_4_rank_2.pt"
+    if cut.exists():
+        sizes.setdefault(cut.stat().st_size, "<cut>")
+    for size, name in sizes.items():
+        text = text.replace(f"{size:,} bytes", f"{name} bytes")
+    text = re.sub(r"\b(CRC-32|recorded|data\.pkl is|but) [0-9a-f]{8}\b", r"\1 <crc>", text)
+    return re.sub(r"\bhas -?[0-9]+\.[0-9e-]+", "has <value>", text)
+
+
+def test_every_fault_has_an_expectation() -> None:
+    assert set(REFUSED) | set(MERGED) == set(FAULTS)
+
+
+@pytest.mark.parametrize("fault", REFUSED)
+def test_is_refused_with_the_whole_message(fault: str, checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    """S5, S8, S9, S11, S12, S14, S21, L1-L6, L10, L11, L14: nothing is written, nothing is left."""
+    case = FAULTY[fault]
+    assert case.base is not None
+    folder, sound = checkpoint(case.name) / "checkpoint", checkpoint(case.base) / "checkpoint"
+    kind, message = REFUSED[fault]
+    with pytest.raises(MergerError) as caught:
+        merger.merge(folder, tmp_path / "out", weights_only=case.model == "plain")
+    assert normalised(str(caught.value), folder, sound) == message
+    assert type(caught.value) is kind
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("fault", MERGED)
+def test_is_merged_exactly_and_said(fault: str, checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    """S1, S12, S14, S24, L3, L4, L6-L8, L14: what was done is in the report."""
+    case = FAULTY[fault]
+    made = checkpoint(case.name)
+    folder = made / "checkpoint"
+    report = merger.merge(folder, tmp_path / "out")
+    assert tuple(note.replace(str(folder), "@") for note in report.notes) == MERGED[fault]
+    truth = load_file(made / "truth" / "truth.safetensors")
+    if fault not in DIVERGED:
+        del truth["lm_head.weight"]
+    merged = load_file(tmp_path / "out" / "model.safetensors")
+    assert set(merged) == set(truth)
+    equal = {name for name in truth if torch.equal(merged[name], truth[name])}
+    assert set(truth) - equal == ({"lm_head.weight"} if fault in DIVERGED else set())

@@ -1,0 +1,98 @@
+"""Every sound case: sharded on real ranks, merged, equal to what the ranks held, loaded and computing the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import merger
+from fixtures.cases import CASES
+from tests.unit.archives import bits
+
+# Two gigabytes: its place is in benchmarks/.
+TOO_LARGE = {"qwen2-0.5b-fp32-w4"}
+SOUND = [name for name, case in CASES.items() if case.fault is None and name not in TOO_LARGE]
+MODELS = [name for name in SOUND if CASES[name].model != "plain"]
+PLAIN = [name for name in SOUND if CASES[name].model == "plain"]
+
+
+def as_bits(tensors: dict[str, torch.Tensor]) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
+    return {name: bits(tensor) for name, tensor in tensors.items()}
+
+
+def expected_weights(made: Path, dtype: str) -> dict[str, torch.Tensor]:
+    """What the ranks held, without the alias of a tie, in the type that config.json states."""
+    truth = load_file(made / "truth" / "truth.safetensors")
+    if "qwen2" in made.name:
+        assert torch.equal(truth["lm_head.weight"], truth.pop("model.embed_tokens.weight"))
+        truth["model.embed_tokens.weight"] = truth.pop("lm_head.weight")
+    return {name: tensor.to(getattr(torch, dtype)) for name, tensor in truth.items()}
+
+
+@pytest.mark.parametrize("name", SOUND)
+def test_weights_are_those_of_the_ranks_bit_for_bit(
+    name: str, checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """S1-S4, S6, S7, S10, S13: nothing but the bytes of the ranks, whatever the mesh, the dtype or the buffers."""
+    made = checkpoint(name)
+    merger.merge(made / "checkpoint", tmp_path / "out", weights_only=True)
+    assert as_bits(load_file(tmp_path / "out" / "model.safetensors")) == as_bits(
+        load_file(made / "truth" / "truth.safetensors")
+    )
+    assert merger.verify(made / "checkpoint", tmp_path / "out").is_equal
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_loads_and_computes_the_same(name: str, checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    """S12, S18, L8: no missing or unexpected key, the same logits, side files byte for byte."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    case, made, out = CASES[name], checkpoint(name), tmp_path / "out"
+    report = merger.merge(made / "checkpoint", out)
+    assert as_bits(load_file(out / "model.safetensors")) == as_bits(expected_weights(made, case.config_dtype))
+    model, loading = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
+    assert not any(loading.values())
+    truth = load_file(made / "truth" / "truth_logits.safetensors")
+    with torch.no_grad():
+        logits = model(input_ids=truth["input_ids"]).logits
+    if case.dtype == case.config_dtype:
+        assert torch.equal(logits, truth["logits"])
+    else:
+        assert torch.allclose(logits.float(), truth["logits"], atol=0.05)
+    assert str(model.dtype) == f"torch.{case.config_dtype}"
+    assert AutoTokenizer.from_pretrained(out)("a b")["input_ids"]
+    side_files = made / "checkpoint" / "huggingface"
+    assert set(report.side_files) == {path.name for path in side_files.iterdir()}
+    assert all((out / name).read_bytes() == (side_files / name).read_bytes() for name in report.side_files)
+
+
+@pytest.mark.parametrize("dtype", ["keep", "float32", "bfloat16", "float16"])
+def test_config_json_states_what_the_file_holds(dtype: str, checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    from transformers import AutoConfig
+
+    made = checkpoint("qwen2-fp32-w4-config-bf16")
+    report = merger.merge(made / "checkpoint", tmp_path / "out", dtype=dtype)  # type: ignore[arg-type]
+    held = "float32" if dtype == "keep" else dtype
+    assert report.dtypes == {held: 26}
+    assert str(AutoConfig.from_pretrained(tmp_path / "out").dtype) == f"torch.{held}"
+    assert as_bits(load_file(tmp_path / "out" / "model.safetensors")) == as_bits(expected_weights(made, held))
+
+
+def test_a_merge_equals_what_save_pretrained_writes(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    """S18: the same files with the same bytes as transformers writes for the unsharded model, index included."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    made = checkpoint("llama-fp32-w4")
+    merger.merge(made / "checkpoint", tmp_path / "merged", max_shard_size="20KB")
+    model = LlamaForCausalLM(LlamaConfig.from_pretrained(made / "checkpoint" / "huggingface"))
+    model.load_state_dict(load_file(made / "truth" / "truth.safetensors"))
+    model.save_pretrained(tmp_path / "saved", max_shard_size="20KB")
+    weights = sorted(path.name for path in (tmp_path / "saved").glob("model*.safetensors*"))
+    assert len(weights) > 2
+    assert sorted(path.name for path in (tmp_path / "merged").glob("model*.safetensors*")) == weights
+    for name in weights:
+        assert (tmp_path / "merged" / name).read_bytes() == (tmp_path / "saved" / name).read_bytes(), name

@@ -1,0 +1,336 @@
+"""Reads a pickle into inert records, and runs nothing of it.
+
+An opcode loop of our own, since an allow-list on the C unpickler is not enough: ten bytes of LONG_BINPUT make that one
+take 4 GiB. Here the memo is a dict, every length is bounded by the bytes that are there, integers are of 64 bits, and
+dict keys are scalars (the hash of a tuple that is nested a million deep overflows the C stack). It reads what protocols
+2 to 5 write; the rest of the opcodes (text forms, INST, OBJ, extensions, out-of-band buffers, sets) is refused.
+
+Source: the opcode documentation in CPython's Lib/pickletools.py.
+"""
+
+# ruff: noqa: PLR2004  each opcode has its name beside it
+from __future__ import annotations
+
+import gc
+import re
+import struct
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from merger.errors import ArchiveError, Problem, UnsafePickleError
+from merger.sources.inert import (
+    KNOWN,
+    ORDERED_DICT,
+    PROCESS_GROUP_STATE,
+    SHARDED_TENSOR,
+    Call,
+    Global,
+    Inert,
+    Instance,
+    StorageRef,
+)
+
+_U16 = struct.Struct("<H").unpack_from
+_U32 = struct.Struct("<I").unpack_from
+_I32 = struct.Struct("<i").unpack_from
+_F64 = struct.Struct(">d").unpack_from
+
+_SCALARS = frozenset({str, int, bool, float, bytes, type(None)})
+
+# A name longer than this is shown cut; the longest known one has 86 characters.
+_SHOWN_NAME = 200
+# An unsigned number of 64 bits takes nine bytes as a signed one.
+_MAX_LONG_BYTES = 9
+# Names with anything else in them are shown quoted and escaped.
+_ORDINARY_NAME = re.compile(r"[A-Za-z0-9_.]+")
+_TOO_EARLY = "ends too early"
+# Opcode: (bytes of the length that follows it, text or bytes).
+_SIZED = {
+    0x8C: (1, True),  # SHORT_BINUNICODE
+    0x8D: (8, True),  # BINUNICODE8
+    0x43: (1, False),  # SHORT_BINBYTES
+    0x42: (4, False),  # BINBYTES
+    0x8E: (8, False),  # BINBYTES8
+}
+
+
+class _BadPickleError(Exception):
+    """What is wrong with the opcodes, as half a sentence; `load` says of which file."""
+
+
+class _UnsafeError(Exception):
+    """The name of the global that was refused."""
+
+
+@contextmanager
+def gc_paused() -> Iterator[None]:
+    """Switches the cyclic garbage collector off for a while.
+
+    It would walk the growing heap of records again and again: half of the time of a load.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def load(data: bytes, *, where: str) -> Inert:
+    """The inert value of the pickle `data`: scalars, tuples, lists, dicts and the records of `inert`.
+
+    Containers may be nested to any depth, shared or cyclic: who walks them must bound the walk.
+
+    Raises:
+        UnsafePickleError: it names a global that is not on the list; `where` is the place in the Problem.
+        ArchiveError: it is cut short, malformed, or uses opcodes that torch never writes.
+    """
+    try:
+        return _run(data)
+    except _UnsafeError as error:
+        raise UnsafePickleError(
+            Problem(
+                "unsafe-pickle",
+                where,
+                f"data.pkl asks for {error}, which is not among the classes that sharded checkpoints are made of. "
+                "Nothing of it was run. If you trust the origin of this file, save it again with tensors only.",
+            )
+        ) from None
+    except _BadPickleError as error:
+        found = str(error)
+    except (IndexError, struct.error):
+        found = _TOO_EARLY
+    except KeyError:
+        found = "refers to a value that it never stored"
+    except UnicodeDecodeError:
+        found = "has text that is not UTF-8"
+    raise ArchiveError(
+        Problem("bad-pickle", where, f"data.pkl {found}. The file is damaged, or torch.save did not write it.")
+    )
+
+
+def _run(data: bytes) -> Inert:  # noqa: C901, PLR0912, PLR0915  one loop: a call per opcode would double its time
+    if data[:1] != b"\x80" or not 2 <= data[1] <= 5:
+        raise _BadPickleError("is not a pickle of protocol 2 to 5")
+    pos = 2
+    stack: list[Inert] = []
+    marks: list[int] = []
+    memo: dict[int, Inert] = {}
+    push = stack.append
+    pop = stack.pop
+    # Ordered by how often the opcodes occur in the pickles of DTensors. A read past the end raises IndexError or
+    # struct.error; a slice past the end is short, but then the opcode that must follow it is missing.
+    while True:
+        op = data[pos]
+        pos += 1
+        if op == 0x68:  # BINGET
+            push(memo[data[pos]])
+            pos += 1
+        elif op == 0x72:  # LONG_BINPUT
+            memo[_U32(data, pos)[0]] = stack[-1]
+            pos += 4
+        elif op == 0x4B:  # BININT1
+            push(data[pos])
+            pos += 1
+        elif op == 0x71:  # BINPUT
+            memo[data[pos]] = stack[-1]
+            pos += 1
+        elif op == 0x6A:  # LONG_BINGET
+            push(memo[_U32(data, pos)[0]])
+            pos += 4
+        elif op == 0x28:  # MARK
+            marks.append(len(stack))
+        elif op == 0x58:  # BINUNICODE
+            end = pos + 4 + _U32(data, pos)[0]
+            push(str(data[pos + 4 : end], "utf-8"))
+            pos = end
+        elif op == 0x85:  # TUPLE1
+            stack[-1] = (stack[-1],)
+        elif op == 0x52:  # REDUCE
+            args = pop()
+            func = stack[-1]
+            if func.__class__ is not Global or args.__class__ is not tuple:
+                raise _BadPickleError("calls something that is no function")
+            if func.kind == "call":
+                stack[-1] = Call(func.name, args)
+            elif func is ORDERED_DICT and not args:
+                stack[-1] = {}
+            else:
+                stack[-1] = _special_call(func, args)
+        elif op == 0x74:  # TUPLE
+            mark = marks.pop()
+            last = tuple(stack[mark:])
+            del stack[mark:]
+            push(last)
+        elif op == 0x29:  # EMPTY_TUPLE
+            push(())
+        elif op == 0x7D:  # EMPTY_DICT
+            push({})
+        elif op == 0x86:  # TUPLE2
+            last = pop()
+            stack[-1] = (stack[-1], last)
+        elif op == 0x81:  # NEWOBJ
+            args = pop()
+            cls = stack[-1]
+            if cls.__class__ is not Global or cls.kind != "class" or args.__class__ is not tuple:
+                raise _BadPickleError("makes an object of something that is no class")
+            stack[-1] = Instance(cls.name, args)
+        elif op == 0x75:  # SETITEMS
+            mark = marks.pop()
+            items = stack[mark:]
+            del stack[mark:]
+            _set_items(stack[-1], items[::2], items[1::2])
+        elif op == 0x62:  # BUILD
+            state = pop()
+            _build(stack[-1], state)
+        elif op == 0x89:  # NEWFALSE
+            push(False)  # noqa: FBT003  a value, not a flag
+        elif op == 0x4E:  # NONE
+            push(None)
+        elif op == 0x51:  # BINPERSID
+            stack[-1] = _storage(stack[-1])
+        elif op == 0x73:  # SETITEM
+            last = pop()
+            key = pop()
+            _set_items(stack[-1], (key,), (last,))
+        elif op == 0x2E:  # STOP
+            value = pop()
+            if stack or marks:
+                raise _BadPickleError("stops in the middle of a value")
+            return value
+        else:
+            pos = _rare(op, data, pos, stack, marks, memo)
+
+
+def _rare(  # noqa: C901, PLR0912, PLR0917  a table of opcodes, one line or two each
+    op: int, data: bytes, pos: int, stack: list[Inert], marks: list[int], memo: dict[int, Inert]
+) -> int:
+    """Does one of the less frequent opcodes; returns where the next one begins."""
+    if op == 0x4D:  # BININT2
+        stack.append(_U16(data, pos)[0])
+        pos += 2
+    elif op == 0x4A:  # BININT
+        stack.append(_I32(data, pos)[0])
+        pos += 4
+    elif op == 0x87:  # TUPLE3
+        third, second = stack.pop(), stack.pop()
+        stack[-1] = (stack[-1], second, third)
+    elif op == 0x5D:  # EMPTY_LIST
+        stack.append([])
+    elif op == 0x61:  # APPEND
+        item = stack.pop()
+        _extend(stack[-1], (item,))
+    elif op == 0x65:  # APPENDS
+        mark = marks.pop()
+        items = stack[mark:]
+        del stack[mark:]
+        _extend(stack[-1], items)
+    elif op == 0x63:  # GLOBAL
+        end = _line_end(data, _line_end(data, pos) + 1)
+        stack.append(_known(data[pos:end]))
+        pos = end + 1
+    elif op == 0x93:  # STACK_GLOBAL
+        name, module = stack.pop(), stack.pop()
+        if module.__class__ is not str or name.__class__ is not str:
+            raise _BadPickleError("asks for a global whose name is no text")
+        stack.append(_known(f"{module}\n{name}".encode()))
+    elif op == 0x8A:  # LONG1
+        pos = _long(data, pos + 1, data[pos], stack)
+    elif op == 0x8B:  # LONG4
+        pos = _long(data, pos + 4, _I32(data, pos)[0], stack)
+    elif op == 0x88:  # NEWTRUE
+        stack.append(True)
+    elif op == 0x47:  # BINFLOAT
+        stack.append(_F64(data, pos)[0])
+        pos += 8
+    elif op == 0x94:  # MEMOIZE
+        memo[len(memo)] = stack[-1]
+    elif op in _SIZED:
+        length_bytes, is_text = _SIZED[op]
+        start = pos + length_bytes
+        pos = start + int.from_bytes(data[pos:start], "little")
+        stack.append(str(data[start:pos], "utf-8") if is_text else data[start:pos])
+    elif op == 0x95:  # FRAME: a hint for buffered readers; every opcode is bounded by itself
+        pos += 8
+    elif op == 0x30:  # POP
+        stack.pop()
+    elif op == 0x31:  # POP_MARK
+        del stack[marks.pop() :]
+    else:
+        raise _BadPickleError(f"uses the opcode 0x{op:02x}, which torch.save never writes")
+    return pos
+
+
+def _known(lines: bytes) -> Global:
+    """The global of a module and a name on a line each, if it is on the list."""
+    known = KNOWN.get(lines)
+    if known is None:
+        name = lines[:_SHOWN_NAME].replace(b"\n", b".").decode("utf-8", "backslashreplace")
+        raise _UnsafeError(name if _ORDINARY_NAME.fullmatch(name) else ascii(name))
+    return known
+
+
+def _line_end(data: bytes, pos: int) -> int:
+    end = data.find(b"\n", pos)
+    if end < 0:
+        raise _BadPickleError(_TOO_EARLY)
+    return end
+
+
+def _long(data: bytes, start: int, length: int, stack: list[Inert]) -> int:
+    if not 0 <= length <= _MAX_LONG_BYTES:
+        raise _BadPickleError(f"has an integer of {length} bytes")
+    end = start + length
+    value = int.from_bytes(data[start:end], "little", signed=True)
+    if not -(1 << 63) <= value < 1 << 64:
+        raise _BadPickleError("has an integer of more than 64 bits")
+    stack.append(value)
+    return end
+
+
+def _set_items(target: Inert, keys: Sequence[Inert], values: Sequence[Inert]) -> None:
+    if target.__class__ is not dict or len(keys) != len(values):
+        raise _BadPickleError("sets items of something that is no dict")
+    for key in keys:
+        if key.__class__ not in _SCALARS:
+            raise _BadPickleError("has a dict key that is neither text nor number")
+    expected = len(target) + len(keys)
+    target.update(zip(keys, values, strict=True))
+    if len(target) != expected:
+        raise _BadPickleError("sets a dict key twice")
+
+
+def _extend(target: Inert, items: Sequence[Inert]) -> None:
+    if target.__class__ is not list:
+        raise _BadPickleError("appends to something that is no list")
+    target.extend(items)
+
+
+def _build(target: Inert, state: Inert) -> None:
+    if target.__class__ is Instance and target.state is None:
+        target.state = state
+    elif target.__class__ is not dict or state.__class__ is not dict:
+        raise _BadPickleError("sets the state of something that has none")
+    # The state of an OrderedDict is its attributes: `_metadata`, the version numbers of modules. Not needed.
+
+
+def _storage(pid: Inert) -> StorageRef:
+    """What a persistent id of torch.save says: ("storage", class, key, location, number of elements)."""
+    if pid.__class__ is tuple and len(pid) == 5:
+        tag, cls, key, location, count = pid
+        types = (tag.__class__, cls.__class__, key.__class__, location.__class__, count.__class__)
+        if types == (str, Global, str, str, int) and tag == "storage" and cls.kind == "storage" and count >= 0:
+            return StorageRef(cls.dtype, key, location, count)
+    raise _BadPickleError("has a persistent id that is no storage")
+
+
+def _special_call(func: Global, args: tuple[Inert, ...]) -> Inert:
+    if func.name == "torch.Size" and len(args) == 1 and args[0].__class__ is tuple:
+        return args[0]
+    if func.name.endswith(".getattr"):
+        # By identity and type only: `==` between nested containers may recurse without bound.
+        if len(args) == 2 and args[0] is SHARDED_TENSOR and args[1].__class__ is str and args[1] == "ProcessGroupState":
+            return PROCESS_GROUP_STATE
+        raise _UnsafeError(func.name)
+    raise _BadPickleError(f"calls {func.name} as torch.save never does")

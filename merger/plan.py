@@ -31,6 +31,8 @@ _FILE_ORDER = (
 )  # fmt: skip
 # A safetensors header is padded with spaces so that the data behind it is aligned (safetensors/src/tensor.rs).
 _HEADER_ALIGNMENT = 8
+# The key of a safetensors header that is no tensor.
+_METADATA = "__metadata__"
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,31 +90,22 @@ class Plan:
     total_size: int
 
 
-def plan_output(tensors: Sequence[OutputTensor], *, max_shard_size: int) -> Plan:
+def plan_output(tensors: Sequence[OutputTensor], *, max_shard_size: int, num_parameters: int | None = None) -> Plan:
     """Plans the files for `tensors`, filled in the order given, each of at most `max_shard_size` bytes of data.
 
-    A tensor larger than that gets a file of its own. Raises `ModelError` for types that safetensors cannot hold.
+    A tensor larger than that gets a file of its own. `num_parameters` is the model's, which an index states as
+    transformers 5 does where it is known. Raises `ModelError` for what a safetensors file cannot hold.
     """
-    unwritable = [tensor for tensor in tensors if tensor.dtype.safetensors is None]
+    unwritable = [problem for tensor in tensors if (problem := _unwritable(tensor)) is not None]
     if unwritable:
-        raise ModelError(
-            [
-                Problem(
-                    "unwritable-dtype",
-                    tensor.name,
-                    f"is {tensor.dtype}, which a safetensors file cannot hold; merge with --weights-only, which writes "
-                    "it as pairs of float64, or store it in another type when training",
-                )
-                for tensor in unwritable
-            ]
-        )
+        raise ModelError(unwritable)
     groups = _split(tensors, max_shard_size)
     files = []
     for number, group in enumerate(groups, start=1):
         suffix = "" if len(groups) == 1 else f"-{number:05d}-of-{len(groups):05d}"
         files.append(_plan_file(f"model{suffix}.safetensors", group))
     total_size = sum(_num_bytes(tensor) for tensor in tensors)
-    index = None if len(files) == 1 else _index(files, total_size)
+    index = None if len(files) == 1 else _index(files, total_size, num_parameters)
     return Plan(tuple(files), index, total_size)
 
 
@@ -132,7 +125,7 @@ def parse_size(text: str) -> int:
         "TIB": 2**40,
     }
     upper = text.strip().upper()
-    unit = next((unit for unit in sorted(units, key=len, reverse=True) if upper.endswith(unit)), "")
+    unit = next((unit for unit in units if upper.endswith(unit)), "")
     number = upper.removesuffix(unit).strip()
     try:
         size = int(float(number) * units[unit]) if unit else int(number)
@@ -141,6 +134,19 @@ def parse_size(text: str) -> int:
     if size <= 0:
         raise ValueError(f"{text!r} is no size; write a number of bytes, or one with a unit such as 5GB or 500MB")
     return size
+
+
+def _unwritable(tensor: OutputTensor) -> Problem | None:
+    if tensor.name == _METADATA:
+        message = f"a safetensors file keeps the name {_METADATA} for itself; rename the tensor before saving"
+        return Problem("unwritable-name", tensor.name, message)
+    if tensor.dtype.safetensors is None:
+        message = (
+            f"is {tensor.dtype}, which a safetensors file cannot hold; merge with --weights-only, which writes "
+            "it as pairs of float64, or store it in another type when training"
+        )
+        return Problem("unwritable-dtype", tensor.name, message)
+    return None
 
 
 def _num_bytes(tensor: OutputTensor) -> int:
@@ -169,7 +175,7 @@ def _split(tensors: Sequence[OutputTensor], max_shard_size: int) -> list[list[Ou
 
 def _plan_file(name: str, tensors: Sequence[OutputTensor]) -> OutputFile:
     ordered = sorted(tensors, key=lambda tensor: (_FILE_ORDER.index(str(tensor.dtype.safetensors)), tensor.name))
-    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    entries: dict[str, object] = {_METADATA: {"format": "pt"}}
     data_offsets = []
     position = 0
     for tensor in ordered:
@@ -207,7 +213,11 @@ def _copies(tensor: OutputTensor, byte_offset: int) -> tuple[Copy, ...] | None:
     )
 
 
-def _index(files: Sequence[OutputFile], total_size: int) -> bytes:
+def _index(files: Sequence[OutputFile], total_size: int, num_parameters: int | None) -> bytes:
+    """The index as `PreTrainedModel.save_pretrained` writes it."""
     weight_map = {planned.tensor.name: file.name for file in files for planned in file.tensors}
-    index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
+    metadata = {"total_size": total_size}
+    if num_parameters is not None:
+        metadata["total_parameters"] = num_parameters
+    index = {"metadata": metadata, "weight_map": weight_map}
     return (json.dumps(index, indent=2, sort_keys=True) + "\n").encode()

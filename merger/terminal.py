@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shlex
 import textwrap
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 
 from merger.checks import ranks_text, shape_text
-from merger.inspect import InspectReport, MeshSummary
+from merger.inspect import InspectReport, MeshSummary, TensorSummary
 from merger.merge import MergeReport
 from merger.verify import TensorComparison, VerifyReport
 
@@ -36,8 +38,8 @@ def merge_text(report: MergeReport) -> str:
     if report.dry_run:
         lines.append("nothing was written (--dry-run)")
     else:
-        lines.append(f"next: merger verify {report.checkpoint} {report.output}")
-    return "\n".join(lines)
+        lines.append(f"next: merger verify {shlex.quote(str(report.checkpoint))} {shlex.quote(str(report.output))}")
+    return _text(lines)
 
 
 def inspect_text(report: InspectReport) -> str:
@@ -47,7 +49,8 @@ def inspect_text(report: InspectReport) -> str:
         f"  format    {report.format}",
         f"  ranks     {report.world_size} ({_counted(report.num_files, 'file')}, {size_text(report.file_bytes)})",
     ]
-    lines += [f"  mesh      {_mesh_text(mesh)}" for mesh in report.meshes]
+    for mesh in report.meshes:
+        lines += _wrapped("  mesh      ", _mesh_text(mesh))
     lines.append(
         f"  tensors   {report.num_tensors:,}, {report.num_elements:,} elements, {size_text(report.num_bytes)} merged"
     )
@@ -57,19 +60,14 @@ def inspect_text(report: InspectReport) -> str:
     for note in report.notes:
         lines += _wrapped("  note      ", note)
     if report.tensors:
-        width = max(len(tensor.name) for tensor in report.tensors)
-        lines.append("")
-        lines += [
-            f"  {tensor.name:{width}}  {tensor.dtype} {shape_text(tensor.shape)}  {tensor.placements}"
-            for tensor in report.tensors
-        ]
+        lines += ["", *_listing(report.tensors)]
     if report.problems:
-        lines.append(f"\n{_counted(len(report.problems), 'fault')}; it cannot be merged as it is:")
+        lines += ["", f"{_counted(len(report.problems), 'fault')}; it cannot be merged as it is:"]
         for problem in report.problems:
             lines += _wrapped("  - ", str(problem))
     else:
         lines.append("no fault found (headers only; a merge also verifies the checksums of all data)")
-    return "\n".join(lines)
+    return _text(lines)
 
 
 def verify_text(report: VerifyReport) -> str:
@@ -80,10 +78,10 @@ def verify_text(report: VerifyReport) -> str:
     by_status: dict[str, list[TensorComparison]] = {}
     for comparison in report.comparisons:
         by_status.setdefault(comparison.status, []).append(comparison)
-    rounded = [comparison for comparison in by_status.get("equal", []) if comparison.detail != "equal"]
-    if rounded:
-        lines += _wrapped("  note      ", f"{_counted(len(rounded), 'tensor')}: {rounded[0].detail}")
-    lines.append(f"  compared  {_counts({status: len(found) for status, found in by_status.items()})}")
+    rounded = Counter(comparison.detail for comparison in by_status.get("equal", []) if comparison.detail != "equal")
+    for detail, number in rounded.items():
+        lines += _wrapped("  note      ", f"{_counted(number, 'tensor')}: {detail}")
+    lines.append(f"  compared  {_counts({status: len(found) for status, found in by_status.items()}) or 'nothing'}")
     bad = [comparison for comparison in report.comparisons if comparison.status not in ("equal", "close")]
     for comparison in bad[:_MAX_DIFFERENCES]:
         lines += _wrapped("  - ", f"{comparison.name}: {comparison.detail}")
@@ -94,19 +92,21 @@ def verify_text(report: VerifyReport) -> str:
         worst = max(close, key=lambda comparison: comparison.max_difference or 0.0)
         lines += _wrapped("  largest   ", f"{worst.max_difference:.6g} within the tolerances, in {worst.name}")
     lines.append(
-        f"the same: {len(report.comparisons):,} tensors, {size_text(report.num_bytes)}"
+        f"the same: {_counted(len(report.comparisons), 'tensor')}, {size_text(report.num_bytes)}"
         if report.is_equal
         else f"not the same: {_counted(len(bad), 'tensor')} of {len(report.comparisons):,}"
     )
-    return "\n".join(lines)
+    return _text(lines)
 
 
 def size_text(num_bytes: int) -> str:
     """Bytes for people, in powers of 1000 as disks and Hugging Face count."""
-    size = float(num_bytes)
-    for unit in ("bytes", "kB", "MB", "GB"):
-        if size < 1000:  # noqa: PLR2004 - the step between units
-            return f"{num_bytes} bytes" if unit == "bytes" else f"{size:.2f} {unit}"
+    size = num_bytes / 1000
+    if size < 1:
+        return _counted(num_bytes, "byte")
+    for unit in ("kB", "MB", "GB"):
+        if round(size, 2) < 1000:  # noqa: PLR2004 - the step between units
+            return f"{size:.2f} {unit}"
         size /= 1000
     return f"{size:.2f} TB"
 
@@ -120,6 +120,27 @@ def _mesh_text(mesh: MeshSummary) -> str:
     if not ascending and not few:
         ranks += ", ..."
     return f"{axes} on {ranks}: {_counted(mesh.num_tensors, 'tensor')}"
+
+
+def _listing(tensors: Sequence[TensorSummary]) -> list[str]:
+    """A tensor per line in columns; where that is too wide, what it is goes to a line below its name."""
+    about = [f"{tensor.dtype} {shape_text(tensor.shape)}  {tensor.placements}" for tensor in tensors]
+    width = max(len(tensor.name) for tensor in tensors)
+    lines = [f"  {tensor.name:{width}}  {text}" for tensor, text in zip(tensors, about, strict=True)]
+    if max(map(len, lines)) <= _WIDTH:
+        return lines
+    return [line for tensor, text in zip(tensors, about, strict=True) for line in (f"  {tensor.name}", f"    {text}")]
+
+
+def _text(lines: Iterable[str]) -> str:
+    return "\n".join(map(_shown, lines))
+
+
+def _shown(line: str) -> str:
+    """Escapes what a terminal would obey rather than show: names come from files that are not to be trusted."""
+    if line.isprintable():
+        return line
+    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in line)
 
 
 def _counts(counts: Mapping[str, int]) -> str:

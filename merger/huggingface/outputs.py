@@ -9,6 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import Literal, TypeAlias
 
 from merger.dtypes import BY_NAME, DType
@@ -17,7 +18,7 @@ from merger.huggingface.expected import Architecture
 from merger.huggingface.names import compare_with, ignored_names, strip_wrappers, unexpected_names
 from merger.huggingface.ties import plan_ties, settle_ties
 from merger.plan import OutputTensor
-from merger.tensors import StoredTensor, as_real_pairs, num_bytes
+from merger.tensors import StoredTensor, as_real_pairs
 
 Unexpected: TypeAlias = Literal["error", "keep", "drop"]
 
@@ -72,7 +73,8 @@ def choose_outputs(
         if unexpected == "drop":
             ignored += extra
         dropped += [saved_as[name] for name in ignored]
-        by_name = {name: tensor for name, tensor in by_name.items() if name not in ignored}
+        left_out = set(ignored)
+        by_name = {name: tensor for name, tensor in by_name.items() if name not in left_out}
         ties = plan_ties(architecture, by_name)
         problems = [
             problem
@@ -94,6 +96,9 @@ def choose_outputs(
         by_name |= {name: as_real_pairs(by_name[name]) for name in pairs}
         notes.append(f"complex128 written as pairs of float64 (see torch.view_as_complex): {_listed(pairs)}")
     by_name |= {alias: by_name[source] for alias, source in copies.items()}
+    if dtype is not None and dtype not in _CASTABLE:
+        notes.append(f"nothing is cast to {dtype}, which is no type to train in; all types are kept as saved")
+        dtype = None
     order = _order(by_name, architecture)
     kept = architecture.kept_in_float32(dtype) if architecture is not None and dtype is not None else frozenset()
     as_they_are = kept.union(pairs)
@@ -109,16 +114,19 @@ def choose_outputs(
     renamed = {fqn: name for fqn, name in names.items() if fqn != name and name in by_name}
     if renamed:
         fqn, name = next(iter(renamed.items()))
-        notes.append(f"names of {len(renamed)} tensors stripped of wrappers, such as {fqn} -> {name}")
+        notes.append(f"names stripped of wrappers: {len(renamed)}, such as {fqn} -> {name}")
     return Outputs(tensors, renamed, tuple(dropped), dict(casts), ties_broken, tuple(notes))
 
 
 def main_dtype(tensors: Iterable[OutputTensor]) -> str | None:
-    """The floating type in which most of the bytes are written; None where there is no floating tensor."""
+    """The type to compute in in which most of the bytes are written; None where there is no such tensor.
+
+    Float8 is none: it is how weights are stored, and config.json states beside it what they are computed in.
+    """
     sizes: Counter[str] = Counter()
     for tensor in tensors:
-        if tensor.dtype.is_floating:
-            sizes[tensor.dtype.name] += num_bytes(tensor.source)
+        if tensor.dtype.name in _CASTABLE:
+            sizes[tensor.dtype.name] += prod(tensor.source.shape) * tensor.dtype.itemsize
     return max(sizes, key=lambda name: (sizes[name], name)) if sizes else None
 
 
@@ -137,10 +145,16 @@ def _order(names: Iterable[str], architecture: Architecture | None) -> list[str]
     return sorted(names, key=lambda name: (place.get(name, len(place)), _natural(name)))
 
 
-def _natural(name: str) -> tuple[tuple[int, int, str], ...]:
+def _natural(name: str) -> tuple[tuple[int, str, str], ...]:
+    """Text as it is, numbers by their value; they are compared as digits, for a name may hold any number of them.
+
+    `re.split` gives text and digits in turn. The part itself is last, so that "01" and "1" differ too.
+    """
     parts = re.split(r"([0-9]+)", name)
-    # The part itself last, so that "01" and "1" differ too.
-    return tuple((1, int(part), part) if part.isdigit() and part.isascii() else (0, 0, part) for part in parts)
+    return tuple(
+        (len(digits := part.lstrip("0")), digits, part) if index % 2 else (0, "", part)
+        for index, part in enumerate(parts)
+    )
 
 
 def _listed(names: list[str]) -> str:

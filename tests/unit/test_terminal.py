@@ -1,0 +1,350 @@
+"""Reports as a person reads them: whole texts, at most 80 columns wide."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from merger.errors import Problem
+from merger.inspect import InspectReport, MeshSummary, TensorSummary
+from merger.merge import MergeReport
+from merger.terminal import inspect_text, merge_text, size_text, verify_text
+from merger.verify import TensorComparison, VerifyReport
+
+MERGED = MergeReport(
+    checkpoint=Path("/run/global_step_10/actor"),
+    output=Path("/models/qwen"),
+    format="per-rank FSDP files",
+    world_size=4,
+    dry_run=False,
+    num_tensors=1290,
+    num_bytes=988_097_824,
+    weight_files=("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"),
+    side_files=(
+        "config.json",
+        "generation_config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "chat_template.jinja",
+    ),
+    dtypes={"bfloat16": 1289, "int64": 1},
+    casts={"float32 -> bfloat16": 1289},
+    renamed={},
+    dropped=(),
+    notes=(
+        "lm_head.weight equals model.embed_tokens.weight, to which it is tied; written once",
+        'config.json: torch_dtype set to "bfloat16"',
+    ),
+)
+
+INSPECTED = InspectReport(
+    checkpoint=Path("/run/global_step_10/actor"),
+    format="per-rank FSDP files",
+    world_size=4,
+    num_files=4,
+    file_bytes=1_976_300_000,
+    config_dir=Path("/run/global_step_10/actor/huggingface"),
+    meshes=(
+        MeshSummary((2, 2), ("ddp", "fsdp"), (0, 1, 2, 3), 289),
+        MeshSummary((4,), None, (2, 0, 3, 1), 1),
+    ),
+    num_tensors=291,
+    num_replicated=1,
+    num_elements=494_048_912,
+    num_bytes=1_976_195_648,
+    dtypes={"float32": 290, "int64": 1},
+    placements={"(Replicate(), Shard(0))": 289, "(Shard(0))": 1, "on every rank": 1},
+    tensors=(),
+    notes=(),
+    problems=(),
+)
+
+COMPARED = VerifyReport(
+    checkpoint=Path("/run/global_step_10/actor"),
+    reference=Path("/models/qwen"),
+    comparisons=(
+        TensorComparison("model.embed_tokens.weight", "equal", "bfloat16", "bfloat16", 0.0, "equal"),
+        TensorComparison("model.norm.weight", "equal", "bfloat16", "bfloat16", 0.0, "equal"),
+    ),
+    num_bytes=272_000,
+    notes=(),
+)
+
+
+def compared(*comparisons: TensorComparison) -> VerifyReport:
+    return replace(COMPARED, comparisons=(*COMPARED.comparisons, *comparisons))
+
+
+def lines_of(text: str) -> list[str]:
+    """The lines; none is wider than 80 or ends in a blank."""
+    lines = text.split("\n")
+    assert [line for line in lines if len(line) > 80 or line != line.rstrip()] == []
+    return lines
+
+
+# merge
+
+
+def test_a_merge_says_what_was_written_and_what_to_do_next() -> None:
+    assert lines_of(merge_text(MERGED)) == [
+        "merged 4 ranks of /run/global_step_10/actor",
+        "  into      /models/qwen",
+        "  tensors   1,290: 1,289 bfloat16, 1 int64",
+        "  weights   988.10 MB in 2 files",
+        "  cast      1,289 float32 -> bfloat16",
+        "  beside    config.json, generation_config.json, tokenizer.json,",
+        "            tokenizer_config.json, chat_template.jinja",
+        "  note      lm_head.weight equals model.embed_tokens.weight, to which it is",
+        "            tied; written once",
+        '  note      config.json: torch_dtype set to "bfloat16"',
+        "next: merger verify /run/global_step_10/actor /models/qwen",
+    ]
+
+
+def test_a_dry_run_says_that_nothing_was_written() -> None:
+    report = replace(
+        MERGED,
+        dry_run=True,
+        world_size=1,
+        num_tensors=1,
+        weight_files=("model.safetensors",),
+        side_files=(),
+        dtypes={"float32": 1},
+        casts={},
+        notes=(),
+    )
+    assert lines_of(merge_text(report)) == [
+        "would merge 1 rank of /run/global_step_10/actor",
+        "  into      /models/qwen",
+        "  tensors   1: 1 float32",
+        "  weights   988.10 MB in 1 file",
+        "nothing was written (--dry-run)",
+    ]
+
+
+def test_the_next_command_can_be_pasted_whatever_the_paths() -> None:
+    report = replace(MERGED, checkpoint=Path("/my runs/a"), output=Path("/out/it's"))
+    assert lines_of(merge_text(report))[-1] == "next: merger verify '/my runs/a' '/out/it'\"'\"'s'"
+
+
+# inspect
+
+
+def test_an_inspection_says_what_a_checkpoint_is() -> None:
+    assert lines_of(inspect_text(INSPECTED)) == [
+        "/run/global_step_10/actor",
+        "  format    per-rank FSDP files",
+        "  ranks     4 (4 files, 1.98 GB)",
+        "  mesh      ddp=2 x fsdp=2 on ranks 0-3: 289 tensors",
+        "  mesh      axis 0=4 on ranks 2, 0, 3, 1: 1 tensor",
+        "  tensors   291, 494,048,912 elements, 1.98 GB merged",
+        "  dtypes    290 float32, 1 int64",
+        "  placed    289 (Replicate(), Shard(0)), 1 (Shard(0)), 1 on every rank",
+        "  config    /run/global_step_10/actor/huggingface",
+        "no fault found (headers only; a merge also verifies the checksums of all data)",
+    ]
+
+
+def test_an_inspection_lists_faults_and_notes() -> None:
+    report = replace(
+        INSPECTED,
+        config_dir=None,
+        meshes=(),
+        num_tensors=0,
+        num_elements=0,
+        num_bytes=0,
+        dtypes={},
+        placements={},
+        notes=("rank 3: saved with checksums off, so damage to the files cannot be noticed",),
+        problems=(
+            Problem("missing-ranks", "/run/actor", "rank 2 of 4 is missing (found ranks 0, 1 and 3); copy it here"),
+            Problem("hole", "norm.weight", "no rank holds [2:4]"),
+        ),
+    )
+    assert lines_of(inspect_text(report)) == [
+        "/run/global_step_10/actor",
+        "  format    per-rank FSDP files",
+        "  ranks     4 (4 files, 1.98 GB)",
+        "  tensors   0, 0 elements, 0 bytes merged",
+        "  dtypes    none",
+        "  placed    none",
+        "  config    none",
+        "  note      rank 3: saved with checksums off, so damage to the files cannot be",
+        "            noticed",
+        "",
+        "2 faults; it cannot be merged as it is:",
+        "  - /run/actor: rank 2 of 4 is missing (found ranks 0, 1 and 3); copy it here",
+        "  - norm.weight: no rank holds [2:4]",
+    ]
+
+
+def test_tensors_that_were_asked_for_stand_in_columns() -> None:
+    tensors = (
+        TensorSummary("model.norm.weight", "float32", (896,), "(Shard(0))", 4),
+        TensorSummary("step", "int64", (), "on every rank", 4),
+    )
+    assert lines_of(inspect_text(replace(INSPECTED, tensors=tensors)))[9:] == [
+        "",
+        "  model.norm.weight  float32 (896)  (Shard(0))",
+        "  step               int64 ()  on every rank",
+        "no fault found (headers only; a merge also verifies the checksums of all data)",
+    ]
+
+
+def test_where_columns_are_too_wide_each_tensor_takes_two_lines() -> None:
+    tensors = (
+        TensorSummary("model.layers.0.self_attn.q_proj.weight", "float32", (4096, 4096), "(Replicate(), Shard(0))", 4),
+        TensorSummary("step", "int64", (), "on every rank", 4),
+    )
+    assert lines_of(inspect_text(replace(INSPECTED, tensors=tensors)))[9:] == [
+        "",
+        "  model.layers.0.self_attn.q_proj.weight",
+        "    float32 (4096, 4096)  (Replicate(), Shard(0))",
+        "  step",
+        "    int64 ()  on every rank",
+        "no fault found (headers only; a merge also verifies the checksums of all data)",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "lines"),
+    [
+        (MeshSummary((64,), ("fsdp",), tuple(range(64)), 1), ["  mesh      fsdp=64 on ranks 0-63: 1 tensor"]),
+        (
+            MeshSummary((2, 2), ("dp", "tp"), (1, 3, 5, 7), 2),
+            ["  mesh      dp=2 x tp=2 on ranks 1, 3, 5 and 7: 2 tensors"],
+        ),
+        (
+            MeshSummary((20,), ("fsdp",), tuple(range(119, 99, -1)), 2),
+            [
+                "  mesh      fsdp=20 on ranks 119, 118, 117, 116, 115, 114, 113, 112, 111, 110,",
+                "            109, 108, 107, 106, 105, 104, ...: 2 tensors",
+            ],
+        ),
+    ],
+)
+def test_a_mesh_reads_as_its_axes_and_ranks(mesh: MeshSummary, lines: list[str]) -> None:
+    """S10, S22."""
+    text = lines_of(inspect_text(replace(INSPECTED, meshes=(mesh,))))
+    assert text[3 : 3 + len(lines)] == lines
+
+
+def test_control_characters_in_names_are_shown_and_not_obeyed() -> None:
+    """L11: a name may hold what clears a screen, or a line that looks like ours."""
+    tensors = (TensorSummary("a\x1b[2Jb\nno fault found\u202e", "int64", (), "on every rank", 1),)
+    text = lines_of(inspect_text(replace(INSPECTED, tensors=tensors)))
+    assert text[10] == "  a\\x1b[2Jb\\nno fault found\\u202e  int64 ()  on every rank"
+    assert len(text) == 12
+
+
+# verify
+
+
+def test_equal_checkpoints_are_the_same() -> None:
+    assert lines_of(verify_text(COMPARED)) == [
+        "/run/global_step_10/actor",
+        "  against   /models/qwen",
+        "  compared  2 equal",
+        "the same: 2 tensors, 272.00 kB",
+    ]
+
+
+def test_tensors_equal_after_rounding_are_counted_by_what_was_rounded() -> None:
+    details = ["bfloat16 in the reference", "bfloat16 in the reference", "float16 in the reference"]
+    report = replace(
+        COMPARED,
+        notes=("the reference has no config.json, so ties are not known",),
+        comparisons=tuple(
+            TensorComparison(
+                f"w.{number}", "equal", "float32", "x", 0.0, f"float32 here, {detail}; equal after rounding"
+            )
+            for number, detail in enumerate(details)
+        ),
+    )
+    assert lines_of(verify_text(report)) == [
+        "/run/global_step_10/actor",
+        "  against   /models/qwen",
+        "  note      the reference has no config.json, so ties are not known",
+        "  note      2 tensors: float32 here, bfloat16 in the reference; equal after",
+        "            rounding",
+        "  note      1 tensor: float32 here, float16 in the reference; equal after",
+        "            rounding",
+        "  compared  3 equal",
+        "the same: 3 tensors, 272.00 kB",
+    ]
+
+
+def test_the_largest_difference_within_the_tolerances_is_named() -> None:
+    report = compared(
+        TensorComparison("a", "close", "float32", "float32", 1e-7, "largest difference 1e-07"),
+        TensorComparison("b", "close", "float32", "float32", 0.000123456789, "largest difference 0.000123457"),
+    )
+    assert lines_of(verify_text(report))[2:] == [
+        "  compared  2 equal, 2 close",
+        "  largest   0.000123457 within the tolerances, in b",
+        "the same: 4 tensors, 272.00 kB",
+    ]
+
+
+def test_what_differs_is_listed_and_counted() -> None:
+    report = compared(
+        TensorComparison("a", "differs", "float32", "float32", 2.0, "largest difference 2"),
+        TensorComparison("b", "shape", "float32", "float32", None, "shape (2), the reference has (3)"),
+        TensorComparison("c", "unexpected", "float32", None, None, "(5), not in the reference"),
+        TensorComparison("d", "missing", None, "float32", None, "(5), not in the checkpoint"),
+        TensorComparison("e", "missing", None, "float32", None, "(6), not in the checkpoint"),
+    )
+    assert lines_of(verify_text(report))[2:] == [
+        "  compared  2 equal, 1 differs, 1 shape, 1 unexpected, 2 missing",
+        "  - a: largest difference 2",
+        "  - b: shape (2), the reference has (3)",
+        "  - c: (5), not in the reference",
+        "  - d: (5), not in the checkpoint",
+        "  - e: (6), not in the checkpoint",
+        "not the same: 5 tensors of 7",
+    ]
+
+
+def test_past_twenty_differences_the_rest_are_counted() -> None:
+    many = (TensorComparison(f"w.{n}", "differs", "int8", "int8", 1.0, "largest difference 1") for n in range(23))
+    lines = lines_of(verify_text(compared(*many)))
+    assert lines[3:5] == ["  - w.0: largest difference 1", "  - w.1: largest difference 1"]
+    assert lines[22:] == ["  - w.19: largest difference 1", "  - and 3 more", "not the same: 23 tensors of 25"]
+
+
+def test_one_tensor_is_not_many() -> None:
+    report = replace(COMPARED, comparisons=COMPARED.comparisons[:1])
+    assert lines_of(verify_text(report))[-1] == "the same: 1 tensor, 272.00 kB"
+    bad = TensorComparison("a", "differs", "int8", "int8", 1.0, "largest difference 1")
+    assert lines_of(verify_text(replace(COMPARED, comparisons=(bad,))))[-1] == "not the same: 1 tensor of 1"
+
+
+def test_where_there_is_nothing_to_compare_it_is_said() -> None:
+    assert lines_of(verify_text(replace(COMPARED, comparisons=(), num_bytes=0)))[2:] == [
+        "  compared  nothing",
+        "the same: 0 tensors, 0 bytes",
+    ]
+
+
+# sizes
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [
+        (0, "0 bytes"),
+        (1, "1 byte"),
+        (999, "999 bytes"),
+        (1000, "1.00 kB"),
+        (1536, "1.54 kB"),
+        (999_994, "999.99 kB"),
+        (999_996, "1.00 MB"),
+        (5_000_000_000, "5.00 GB"),
+        (999_999_999_999, "1.00 TB"),
+        (1_340_000_000_000_000, "1340.00 TB"),
+    ],
+)
+def test_sizes_read_in_powers_of_1000(num_bytes: int, text: str) -> None:
+    assert size_text(num_bytes) == text

@@ -67,6 +67,29 @@ class TargetError(MergerError):
     """The output cannot be written where it was asked for."""
 
 
+class Faults:
+    """Gathers the problems of several checks, each in a `with` block of its own, to raise them all at once."""
+
+    def __init__(self) -> None:
+        self._errors: list[MergerError] = []
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
+        if isinstance(error, MergerError):
+            self._errors.append(error)
+        return isinstance(error, MergerError)
+
+    def raise_all(self) -> None:
+        """Raises what was gathered, if anything: as the kind that all of it is, else as a plain `MergerError`."""
+        if not self._errors:
+            return
+        kinds = {type(error) for error in self._errors}
+        kind = kinds.pop() if len(kinds) == 1 else MergerError
+        raise kind([problem for error in self._errors for problem in error.problems])
+
+
 def _render(problems: tuple[Problem, ...]) -> str:
     if len(problems) == 1:
         return str(problems[0])

@@ -15,7 +15,7 @@ from typing import Literal, TypeAlias
 from merger.checkpoint import Checkpoint
 from merger.checks import all_replicas, limit_problems, undecided_replicas
 from merger.comparing import differing_replicas, first_difference, same_records
-from merger.errors import CheckpointError, ModelError, Problem
+from merger.errors import CheckpointError, Faults, ModelError, Problem
 from merger.huggingface.expected import Architecture, expected_architecture, generation_config_complaint, read_config
 from merger.huggingface.outputs import Outputs, Unexpected, choose_outputs, main_dtype
 from merger.huggingface.side_files import SideFiles, config_bytes, copy_side_files, output_config, plan_side_files
@@ -105,10 +105,16 @@ def merge(
     config_dir = None if weights_only else Path(config) if config is not None else source.config_dir
     target = Path(output)
     read_from = (source.path,) if config_dir is None else (source.path, config_dir)
-    check_target(target, overwrite=overwrite, sources=read_from)
     with SourceReader() as reader:
-        _check_bytes(reader, source, in_full=check_replicas)
-        architecture = None if weights_only else expected_architecture(_required(config_dir, source))
+        faults = Faults()
+        with faults:
+            check_target(target, overwrite=overwrite, sources=read_from)
+        with faults:
+            _check_bytes(reader, source, in_full=check_replicas)
+        architecture = None
+        with faults:
+            architecture = None if weights_only else expected_architecture(_required(config_dir, source))
+        faults.raise_all()
         outputs = choose_outputs(
             source.tensors,
             architecture,

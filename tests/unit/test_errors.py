@@ -13,6 +13,7 @@ from merger.errors import (
     ArchiveError,
     CheckpointError,
     ChecksumError,
+    Faults,
     MergerError,
     ModelError,
     NotACheckpointError,
@@ -91,6 +92,36 @@ def test_equal_problems_count_as_one_in_a_set() -> None:
 
 def test_every_error_is_a_public_name() -> None:
     defined = {
-        name for name, value in vars(errors).items() if isinstance(value, type) and value.__module__ == "merger.errors"
+        name for name, value in vars(errors).items() if isinstance(value, type) and issubclass(value, MergerError)
     }
     assert defined <= set(merger.__all__)
+
+
+class TestFaults:
+    def test_several_checks_raise_all_they_found_at_once(self) -> None:
+        faults = Faults()
+        for name in ("a", "b"):
+            with faults:
+                raise CheckpointError(Problem("x", name, "is wrong"))
+        with faults:
+            pass
+        with pytest.raises(CheckpointError) as caught:
+            faults.raise_all()
+        assert str(caught.value) == "2 problems:\n  - a: is wrong\n  - b: is wrong"
+
+    def test_problems_of_several_kinds_are_a_plain_error(self) -> None:
+        faults = Faults()
+        for error in (CheckpointError(Problem("x", "a", "is wrong")), TargetError(Problem("y", "b", "is full"))):
+            with faults:
+                raise error
+        with pytest.raises(MergerError) as caught:
+            faults.raise_all()
+        assert type(caught.value) is MergerError
+        assert [problem.where for problem in caught.value.problems] == ["a", "b"]
+
+    def test_nothing_found_raises_nothing(self) -> None:
+        Faults().raise_all()
+
+    def test_other_errors_pass(self) -> None:
+        with pytest.raises(KeyError), Faults():
+            raise KeyError("a")

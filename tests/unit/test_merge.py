@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 import merger
-from merger.errors import CheckpointError, ChecksumError, ModelError, TargetError
+from merger.errors import CheckpointError, ChecksumError, MergerError, ModelError, TargetError
 from tests.unit.archives import ARCHIVES, CASES, IDS, bits, truth
 
 NEWEST = ARCHIVES / "2.14.1"
@@ -220,3 +220,14 @@ def _overwrite(path: Path, shard: torch.Tensor, *, index: int, value: float) -> 
     start = data.index(content) + 4 * index
     data[start : start + 4] = torch.tensor([value], dtype=torch.float32).numpy().tobytes()
     path.write_bytes(bytes(data))
+
+
+def test_faults_of_target_checkpoint_and_model_are_told_at_once(checkpoint: Path, tmp_path: Path) -> None:
+    """L1, L6, S16: one run shows all that stands in the way."""
+    (checkpoint / "model_world_size_4_rank_2.pt").unlink()
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "old").write_bytes(b"")
+    with pytest.raises(MergerError) as caught:
+        merger.merge(checkpoint, out)
+    assert [problem.kind for problem in caught.value.problems] == ["target-not-empty", "missing-ranks", "no-config"]

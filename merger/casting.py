@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from merger.dtypes import DType
+
+if TYPE_CHECKING:
+    import torch
 
 
 def cast_block(block: memoryview, source: DType, target: DType) -> tuple[memoryview, int]:
@@ -17,8 +22,15 @@ def cast_block(block: memoryview, source: DType, target: DType) -> tuple[memoryv
     assert target.is_floating, target
     elements = torch.frombuffer(block, dtype=getattr(torch, source.name))
     result = elements.to(getattr(torch, target.name))
-    # Widening, and narrowing to bfloat16 but for the last half step of its range, keep what is finite finite.
     overflowed = 0
-    if target.itemsize < source.itemsize and not bool(torch.isfinite(result).all()):
-        overflowed = int((torch.isfinite(elements) & ~torch.isfinite(result)).sum())
+    # The range decides, not the size: bfloat16 and float16 are alike in size, but not in range.
+    if torch.finfo(result.dtype).max < torch.finfo(elements.dtype).max and not bool(_is_finite(result).all()):
+        overflowed = int((_is_finite(elements) & ~_is_finite(result)).sum())
     return result.view(torch.uint8).numpy().data, overflowed
+
+
+def _is_finite(elements: torch.Tensor) -> torch.Tensor:
+    import torch
+
+    # torch.isfinite knows no 8-bit types; float32 holds each of their values.
+    return torch.isfinite(elements if elements.element_size() > 1 else elements.float())

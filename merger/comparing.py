@@ -1,6 +1,6 @@
 """Whether two stored tensors hold the same bytes, told from headers where that is enough, else by reading both.
 
-Comparison is bitwise, so that a NaN equals itself. Memory is bounded by two bands.
+Comparison is bitwise, so that a NaN equals itself. Memory is bounded by a few bands.
 """
 
 from __future__ import annotations
@@ -49,11 +49,12 @@ def first_difference(reader: SourceReader, first: StoredTensor, other: StoredTen
             for start in range(0, len(left_bytes), itemsize)
             if left_bytes[start : start + itemsize] != right_bytes[start : start + itemsize]
         )
-        return Difference(
-            _index(position // itemsize, offsets, sizes),
-            element_text(left_bytes[position : position + itemsize], first.dtype),
-            element_text(right_bytes[position : position + itemsize], first.dtype),
-        )
+        left_element, right_element = (data[position : position + itemsize] for data in (left_bytes, right_bytes))
+        texts = [element_text(data, first.dtype) for data in (left_element, right_element)]
+        if texts[0] == texts[1]:
+            # Such as two NaNs of other bits.
+            texts = [f"{texts[0]} (bytes {data.hex()})" for data in (left_element, right_element)]
+        return Difference(_index(position // itemsize, offsets, sizes), texts[0], texts[1])
     return None
 
 

@@ -11,8 +11,8 @@ import errno
 import fcntl
 import os
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from merger.errors import Problem, TargetError
@@ -31,6 +31,11 @@ def check_target(target: Path, *, overwrite: bool, sources: tuple[Path, ...]) ->
     It may where it does not exist or is an empty directory, and with `overwrite` where it holds a model. It may never
     be, or contain, one of the `sources` that are read.
     """
+    with _naming(target):
+        _check_target(target, overwrite=overwrite, sources=sources)
+
+
+def _check_target(target: Path, *, overwrite: bool, sources: tuple[Path, ...]) -> None:
     resolved = target.resolve()
     for source in sources:
         if source.resolve().is_relative_to(resolved):
@@ -39,6 +44,12 @@ def check_target(target: Path, *, overwrite: bool, sources: tuple[Path, ...]) ->
         return
     if not target.is_dir():
         raise _refused("target-is-file", target, "is a file; choose a directory that does not exist yet")
+    if resolved.is_mount():
+        raise _refused(
+            "target-is-mount",
+            target,
+            "is a mount point, and no finished directory can take its place; choose a directory inside it",
+        )
     names = sorted(path.name for path in target.iterdir())
     if not names:
         return
@@ -59,15 +70,16 @@ def check_target(target: Path, *, overwrite: bool, sources: tuple[Path, ...]) ->
 
 
 @contextmanager
-def published(target: Path, num_bytes: int) -> Iterator[Path]:
+def published(target: Path, num_bytes: int, *, overwrite: bool) -> Iterator[Path]:
     """Yields an empty directory beside `target`, which becomes `target` when the block ends without an error.
 
-    An existing target is replaced as a whole. Needs `num_bytes` of free space. Raises `TargetError` where the place
-    cannot be written, is too small, or another process is writing the same target.
+    An existing target is replaced as a whole, under the rules of `check_target`. Needs `num_bytes` of free space.
+    Raises `TargetError` where the place cannot be written, is too small, or another process is writing the same target.
     """
     target = Path(os.path.abspath(target))  # noqa: PTH100 - not resolve(): a target that is a link stays one
-    if target.is_symlink():
-        target = target.resolve()
+    with _naming(target):
+        if target.is_symlink():
+            target = target.resolve()
     parent = target.parent
     created = _make_parents(parent, target)
     staging = parent / f".{target.name}.merging"
@@ -75,56 +87,80 @@ def published(target: Path, num_bytes: int) -> Iterator[Path]:
     try:
         with _lock(parent / f".{target.name}.lock", target):
             _recover(target, staging, replaced)
+            # Again, now that nobody else writes here: another run may have finished since the caller looked.
+            check_target(target, overwrite=overwrite, sources=())
             _check_space(parent, target, num_bytes)
             try:
-                _make_staging(staging, target)
+                with _naming(target):
+                    staging.mkdir()
                 yield staging
                 _sync_tree(staging)
-                if target.exists() and any(target.iterdir()):
-                    target.rename(replaced)
-                staging.rename(target)
+                with _naming(target):
+                    _swap(target, staging, replaced)
                 _sync_directory(parent)
             finally:
-                _recover(target, staging, replaced)
+                _surely(lambda: _recover(target, staging, replaced))
     except OSError as error:
         if error.errno in _UNWRITABLE:
             raise _unwritable(target, error) from error
         raise
     finally:
-        for directory in created:
-            if directory.is_dir() and not any(directory.iterdir()):
-                directory.rmdir()
+        _remove_empty(created)
 
 
-def _make_staging(staging: Path, target: Path) -> None:
+@contextmanager
+def _naming(target: Path) -> Iterator[None]:
+    """Turns what the file system says into an error that names the target."""
     try:
-        staging.mkdir()
+        yield
     except OSError as error:
         raise _unwritable(target, error) from error
+
+
+def _swap(target: Path, staging: Path, replaced: Path) -> None:
+    if target.exists() and any(target.iterdir()):
+        target.rename(replaced)
+    staging.rename(target)
 
 
 def _recover(target: Path, staging: Path, replaced: Path) -> None:
     """Removes what a run left beside the target; a target moved away for a new one that never came is put back."""
     shutil.rmtree(staging, ignore_errors=True)
     if replaced.exists():
-        if target.exists():
+        if target.exists() and any(target.iterdir()):
             shutil.rmtree(replaced, ignore_errors=True)
         else:
             replaced.rename(target)
 
 
+def _surely(tidy: Callable[[], None]) -> None:
+    """Tidies, and where Ctrl-C or SIGTERM comes amid it begins again: what is left is the size of a model."""
+    try:
+        tidy()
+    except BaseException:
+        tidy()
+        raise
+
+
 def _make_parents(parent: Path, target: Path) -> list[Path]:
     """Makes the directories above the target; returns those made, innermost first."""
-    missing = []
+    missing: list[Path] = []
     directory = parent
-    while not directory.exists():
-        missing.append(directory)
-        directory = directory.parent
     try:
+        while not directory.exists():
+            missing.append(directory)
+            directory = directory.parent
         parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
+        _remove_empty(missing)
         raise _unwritable(target, error) from error
     return missing
+
+
+def _remove_empty(directories: list[Path]) -> None:
+    for directory in directories:
+        with suppress(OSError):
+            directory.rmdir()
 
 
 @contextmanager
@@ -146,13 +182,14 @@ def _lock(path: Path, target: Path) -> Iterator[None]:
                     ) from None
                 raise
         # The holder before us may have removed the file between our opening and locking it: then it is not the lock.
-        if path.exists() and os.path.samestat(path.stat(), os.fstat(descriptor)):
-            break
+        with suppress(FileNotFoundError):
+            if os.path.samestat(path.stat(), os.fstat(descriptor)):
+                break
         os.close(descriptor)
     try:
         yield
     finally:
-        path.unlink(missing_ok=True)
+        _surely(lambda: path.unlink(missing_ok=True))
         os.close(descriptor)
 
 

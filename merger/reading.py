@@ -32,7 +32,8 @@ _MAX_READ_AMPLIFICATION = 4
 class SourceReader:
     """Open source files, at most `MAX_OPEN_FILES` of them, for reads by offset from any thread.
 
-    A file that is no longer what it was when its header was read (other size or time of change) is an error.
+    A file that is not what it was when its header was read (other size or time of change) is an error, whether it is
+    seen when the file is opened or when it is closed.
     """
 
     def __init__(self) -> None:
@@ -42,10 +43,13 @@ class SourceReader:
     def __enter__(self) -> SourceReader:  # noqa: PYI034 - typing.Self is not in Python 3.10
         return self
 
-    def __exit__(self, *_: object) -> None:
-        for file in self._files.values():
-            os.close(file.descriptor)
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        changed = [file for file, entry in self._files.items() if not _is_same(file, entry.descriptor)]
+        for entry in self._files.values():
+            os.close(entry.descriptor)
         self._files.clear()
+        if changed and kind is None:
+            raise _changed(changed[0])
 
     @contextmanager
     def descriptor(self, file: SourceFile) -> Iterator[int]:
@@ -67,18 +71,26 @@ class SourceReader:
         """Fills `buffer` from `byte_offset` of `file`; a file that ends before is an error."""
         with self.descriptor(file) as descriptor:
             while buffer:
-                count = os.preadv(descriptor, [buffer], byte_offset)
+                try:
+                    count = os.preadv(descriptor, [buffer], byte_offset)
+                except OSError as error:
+                    raise _unreadable(file, error) from error
                 if count == 0:
                     raise _changed(file)
                 buffer = buffer[count:]
                 byte_offset += count
 
     def _close_idle(self) -> None:
-        for file in list(self._files):
-            if len(self._files) <= MAX_OPEN_FILES:
-                return
-            if self._files[file].users == 0:
-                os.close(self._files.pop(file).descriptor)
+        excess = len(self._files) - MAX_OPEN_FILES
+        if excess <= 0:
+            return
+        idle = [file for file, entry in self._files.items() if entry.users == 0]
+        for file in idle[:excess]:
+            descriptor = self._files.pop(file).descriptor
+            is_same = _is_same(file, descriptor)
+            os.close(descriptor)
+            if not is_same:
+                raise _changed(file)
 
 
 class _OpenFile:
@@ -160,11 +172,24 @@ def _open(file: SourceFile) -> int:
         descriptor = os.open(file.path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
     except FileNotFoundError:
         raise _changed(file) from None
-    status = os.fstat(descriptor)
-    if (status.st_size, status.st_mtime_ns) != (file.num_bytes, file.mtime_ns):
+    except OSError as error:
+        raise _unreadable(file, error) from error
+    if not _is_same(file, descriptor):
         os.close(descriptor)
         raise _changed(file)
     return descriptor
+
+
+def _is_same(file: SourceFile, descriptor: int) -> bool:
+    status = os.fstat(descriptor)
+    return (status.st_size, status.st_mtime_ns) == (file.num_bytes, file.mtime_ns)
+
+
+def _unreadable(file: SourceFile, error: OSError) -> ArchiveError:
+    reason = error.strerror or str(error)
+    return ArchiveError(
+        Problem("unreadable-file", file.path.name, f"cannot be read ({reason}); check the disk and the permissions")
+    )
 
 
 def _changed(file: SourceFile) -> ArchiveError:

@@ -10,7 +10,7 @@ import errno
 import os
 import threading
 from collections.abc import Callable
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -56,10 +56,11 @@ def write_plan(
     target cannot be written.
     """
     result = WriteResult()
+    unchecked = _Unchecked(check_sums=check_sums)
     with SourceReader() as reader, ThreadPoolExecutor(workers) as pool:
         for file in plan.files:
             path = directory / file.name
-            _write_file(file, path, reader, pool, check_sums=check_sums, progress=progress, result=result)
+            _write_file(file, path, reader, pool, unchecked=unchecked, progress=progress, result=result)
     if plan.index is not None:
         write_bytes(directory / INDEX_NAME, plan.index)
     return result
@@ -79,7 +80,7 @@ def _write_file(
     reader: SourceReader,
     pool: ThreadPoolExecutor,
     *,
-    check_sums: bool,
+    unchecked: _Unchecked,
     progress: Callable[[int], None],
     result: WriteResult,
 ) -> None:
@@ -87,22 +88,44 @@ def _write_file(
     try:
         os.truncate(descriptor, file.num_bytes)
         _write_all(descriptor, memoryview(file.header), 0)
-        job = _Job(reader, descriptor, check_sums=check_sums, progress=progress, result=result)
-        futures = [pool.submit(job.write_tensor, planned) for planned in file.tensors]
+        job = _Job(reader, descriptor, unchecked=unchecked, progress=progress, result=result)
+        futures: list[Future[None]] = []
         try:
-            done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+            for planned in file.tensors:
+                futures.append(pool.submit(job.write_tensor, planned))  # noqa: PERF401 - Ctrl-C must find what began
+            wait(futures, return_when=FIRST_EXCEPTION)
         finally:
             # After an error or Ctrl-C, workers stop at their next block and nothing new begins.
             job.cancelled.set()
             for future in futures:
                 future.cancel()
             wait(futures)
-        for future in done:
-            if (error := future.exception()) is not None and not isinstance(error, Cancelled):
+        for future in futures:
+            error = None if future.cancelled() else future.exception()
+            if error is not None and not isinstance(error, Cancelled):
                 raise error
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+class _Unchecked:
+    """Which records are still to be checked: each once, however many tensors and output files share it."""
+
+    def __init__(self, *, check_sums: bool) -> None:
+        self._check_sums = check_sums
+        self._lock = threading.Lock()
+        self._taken: set[tuple[SourceFile, int]] = set()
+
+    def take(self, chunk: Chunk) -> bool:
+        """Whether the caller is to check the record of `chunk`; nobody else is asked to then."""
+        if not self._check_sums or chunk.record.crc32 is None:
+            return False
+        key = (chunk.file, chunk.record.byte_offset)
+        with self._lock:
+            is_new = key not in self._taken
+            self._taken.add(key)
+        return is_new
 
 
 class _Job:
@@ -113,18 +136,17 @@ class _Job:
         reader: SourceReader,
         descriptor: int,
         *,
-        check_sums: bool,
+        unchecked: _Unchecked,
         progress: Callable[[int], None],
         result: WriteResult,
     ) -> None:
         self.reader = reader
         self.descriptor = descriptor
-        self.check_sums = check_sums
+        self.unchecked = unchecked
         self.progress = progress
         self.result = result
         self.cancelled = threading.Event()
         self.crc32 = fastest_crc32()
-        self.checked: set[tuple[SourceFile, int]] = set()
 
     def write_tensor(self, planned: PlannedTensor) -> None:
         if planned.copies is None:
@@ -136,7 +158,7 @@ class _Job:
     def _write_bands(self, planned: PlannedTensor) -> None:
         source, dtype = planned.tensor.source, planned.tensor.dtype
         for chunk in distinct_chunks(source):
-            if self._must_check(chunk):
+            if self.unchecked.take(chunk):
                 self._check_record(chunk, planned)
         for first, elements in read_bands(self.reader, source, BAND_BYTES):
             self._stop_if_cancelled()
@@ -148,7 +170,7 @@ class _Job:
         chunk, source_dtype = copy.chunk, planned.tensor.source.dtype
         start = chunk.byte_offset
         stop = start + prod(chunk.sizes) * source_dtype.itemsize
-        check = self._must_check(chunk)
+        check = self.unchecked.take(chunk)
         cast = planned.tensor.dtype != source_dtype
         low, high = (chunk.record.byte_offset, _end(chunk.record)) if check else (start, stop)
         found = 0
@@ -182,14 +204,9 @@ class _Job:
             found = self.crc32(block, found)
         self._conclude_check(chunk, found, planned)
 
-    def _must_check(self, chunk: Chunk) -> bool:
-        has_checksum = self.check_sums and chunk.record.crc32 is not None
-        return has_checksum and (chunk.file, chunk.record.byte_offset) not in self.checked
-
     def _conclude_check(self, chunk: Chunk, found: int, planned: PlannedTensor) -> None:
         if found != chunk.record.crc32:
             raise checksum_error(chunk.file, chunk.record, found, planned.tensor.source.fqn)
-        self.checked.add((chunk.file, chunk.record.byte_offset))
 
     def _write_elements(self, planned: PlannedTensor, data: memoryview, target_offset: int) -> None:
         source, target = planned.tensor.source.dtype, planned.tensor.dtype
@@ -202,7 +219,6 @@ class _Job:
         self.progress(len(data))
 
     def _copy_range(self, file: SourceFile, source_offset: int, target_offset: int, count: int) -> None:
-        self.progress(count)
         with self.reader.descriptor(file) as source:
             while count:
                 step = min(count, BLOCK_BYTES)
@@ -215,6 +231,7 @@ class _Job:
                 source_offset += copied
                 target_offset += copied
                 count -= copied
+                self.progress(copied)
 
     def _stop_if_cancelled(self) -> None:
         if self.cancelled.is_set():
@@ -265,10 +282,16 @@ def check_written(plan: Plan, directory: Path) -> None:
                 metadata = written.metadata()
         except (SafetensorError, OSError) as error:
             raise TargetError(_bad_output(file, str(error))) from error
-        if found != expected or metadata != {"format": "pt"}:
+        if found != expected or metadata != {"format": "pt"} or not _has_header(file, directory / file.name):
             raise TargetError(_bad_output(file, "its header is not the one that was planned"))
     if plan.index is not None and (directory / INDEX_NAME).read_bytes() != plan.index:
         raise TargetError(Problem("bad-output", INDEX_NAME, _NOT_AS_WRITTEN))
+
+
+def _has_header(file: OutputFile, path: Path) -> bool:
+    """Whether the header is the planned one to the byte: names and shapes alone do not say where the data lies."""
+    with path.open("rb") as stream:
+        return stream.read(len(file.header)) == file.header and path.stat().st_size == file.num_bytes
 
 
 def _bad_output(file: OutputFile, reason: str) -> Problem:

@@ -43,10 +43,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         return _fail(options, str(error), [])
     except KeyboardInterrupt:
-        print("merger: interrupted; nothing was left at the target", file=sys.stderr)
+        print("merger: interrupted; nothing half-made was left behind", file=sys.stderr)
         return _INTERRUPTED
     except _TerminatedError:
-        print("merger: terminated; nothing was left at the target", file=sys.stderr)
+        print("merger: terminated; nothing half-made was left behind", file=sys.stderr)
         return _TERMINATED
 
 
@@ -118,7 +118,7 @@ def _print(options: argparse.Namespace, report: Any, text: str) -> None:  # noqa
 def _fail(options: argparse.Namespace, message: str, problems: list[dict[str, str]]) -> int:
     if options.json:
         print(json.dumps({"error": message, "problems": problems}, indent=2))
-    print(f"merger: error: {message}", file=sys.stderr)
+    print("\n".join(map(terminal.printable, f"merger: error: {message}".splitlines())), file=sys.stderr)
     return _BAD_INPUT
 
 

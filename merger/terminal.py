@@ -133,10 +133,10 @@ def _listing(tensors: Sequence[TensorSummary]) -> list[str]:
 
 
 def _text(lines: Iterable[str]) -> str:
-    return "\n".join(map(_shown, lines))
+    return "\n".join(map(printable, lines))
 
 
-def _shown(line: str) -> str:
+def printable(line: str) -> str:
     """Escapes what a terminal would obey rather than show: names come from files that are not to be trusted."""
     if line.isprintable():
         return line

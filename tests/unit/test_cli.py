@@ -212,3 +212,8 @@ def test_a_missing_rank_is_listed_with_where_it_may_be(tmp_path: Path, capsys: p
         "files of its own ranks to its own disk: copy model_world_size_4_rank_*.pt from the other nodes into this "
         "folder\n"
     )
+
+
+def test_what_a_terminal_would_obey_is_shown_escaped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", str(tmp_path / "\x1b[2Jnone")]) == 2
+    assert capsys.readouterr().err == f"merger: error: {tmp_path}/\\x1b[2Jnone: does not exist\n"

@@ -1,0 +1,348 @@
+"""Changes the merger in telling ways, one at a time, and shows that the suite fails for each.
+
+    python tests/mutants.py [NAME ...]      all, or those whose names hold one of the words
+
+A mutant is one edit of one file, in a copy of the tree; the tests named with it must pass without the edit and fail
+with it. One that survives is a missing test. Each names the fault that it stands for.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    """`old`, which stands once in `file`, becomes `new`; `tests` are the files that must notice."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: str
+
+
+MUTANTS = (
+    Mutant(
+        "rows joined on the wrong dim",
+        "merger/sharding.py",
+        "    dim = placement.dim\n",
+        "    dim = (placement.dim or 0) + 1 if len(ranges) > 1 and placement.dim == 0 else placement.dim\n",
+        "tests/unit/test_sharding.py",
+    ),
+    Mutant(
+        "pieces dealt evenly instead of by ceil",
+        "merger/sharding.py",
+        "return min(index * size, length), min((index + 1) * size, length)",
+        "return index * length // count, (index + 1) * length // count",
+        "tests/unit/test_sharding.py",
+    ),
+    Mutant(
+        "split factor ignored",
+        "merger/sharding.py",
+        "parts = placement.split_factor or 1",
+        "parts = 1",
+        "tests/unit/test_merge.py",
+    ),
+    Mutant(
+        "padding not trimmed (S1)",
+        "merger/sharding.py",
+        "return Holding(sizes, tuple(padded), _pieces(ranges))",
+        "return Holding(tuple(padded), tuple(padded), _pieces(ranges))",
+        "tests/unit/test_properties.py tests/unit/test_sharding.py",
+    ),
+    Mutant(
+        "a padded local is refused (S1)",
+        "merger/sources/rank_files.py",
+        "size in (exact, padded) for",
+        "size == exact for",
+        "tests/multirank/test_faults.py",
+    ),
+    Mutant(
+        "any local size is taken (S11)",
+        "merger/sources/rank_files.py",
+        "    if fits:\n        return None\n",
+        "    if fits or not fits:\n        return None\n",
+        "tests/multirank/test_faults.py",
+    ),
+    Mutant(
+        "ranks sorted as text (S7)",
+        "merger/sources/rank_set.py",
+        "by_size[int(match[1])][int(match[2])].append(path)",
+        "by_size[int(match[1])][len(by_size[int(match[1])])].append(path)",
+        "tests/unit/test_rank_set.py",
+    ),
+    Mutant(
+        "missing ranks not noticed (L1)",
+        "merger/sources/rank_set.py",
+        "    if missing:\n",
+        "    if missing and not by_size:\n",
+        "tests/unit/test_rank_set.py",
+    ),
+    Mutant(
+        "a copied rank file not noticed (S8)",
+        "merger/sources/rank_files.py",
+        "if saved_by is not None and saved_by != archive.file.rank:",
+        "if saved_by is not None and saved_by < 0:",
+        "tests/multirank/test_faults.py",
+    ),
+    Mutant(
+        "a permuted axis taken by coordinate in silence (S22)",
+        "merger/sources/rank_files.py",
+        "if axis is not None and shard_order is None:",
+        "if axis is not None and shard_order is None and axis > 9:",
+        "tests/multirank/test_layouts.py",
+    ),
+    Mutant(
+        "group order is coordinate order (S22)",
+        "merger/sharding.py",
+        'if order == "coordinate":',
+        "if order:",
+        "tests/unit/test_sharding.py",
+    ),
+    Mutant(
+        "the census skipped (S9)",
+        "merger/sources/rank_files.py",
+        "check_agreement(fqn, held) or check_census(fqn, held, world_size)",
+        "check_agreement(fqn, held)",
+        "tests/multirank/test_faults.py",
+    ),
+    Mutant(
+        "the agreement skipped",
+        "merger/sources/rank_files.py",
+        "check_agreement(fqn, held) or check_census(fqn, held, world_size)",
+        "check_census(fqn, held, world_size)",
+        "tests/multirank/test_faults.py",
+    ),
+    Mutant(
+        "replicas never compared (S5)",
+        "merger/merge.py",
+        "        problems += differing_replicas(reader, tensor, pairs)\n",
+        "",
+        "tests/unit/test_merge.py",
+    ),
+    Mutant(
+        "a NaN differs from itself (S4)",
+        "merger/comparing.py",
+        "        if left_bytes == right_bytes:\n            continue\n",
+        "        if left_bytes == right_bytes and left_bytes != b'\\xff' * len(left_bytes):\n            continue\n",
+        "tests/unit/test_comparing.py",
+    ),
+    Mutant(
+        "a hole written as zeros (S11)",
+        "merger/checks.py",
+        "    if sum(prod(chunk.sizes) for chunk in chunks) == prod(tensor.shape):\n",
+        "    if sum(prod(chunk.sizes) for chunk in chunks) <= prod(tensor.shape):\n",
+        "tests/unit/test_checks.py",
+    ),
+    Mutant(
+        "an overlap taken (S11)",
+        "merger/checks.py",
+        "    if overlap is not None:\n",
+        "    if overlap is not None and not chunks:\n",
+        "tests/unit/test_checks.py",
+    ),
+    Mutant(
+        "integers cast too (S13)",
+        "merger/huggingface/outputs.py",
+        "tensor.dtype.name not in _CASTABLE",
+        "tensor.dtype.name in ()",
+        "tests/unit/test_outputs.py",
+    ),
+    Mutant(
+        "kept float32 cast all the same (S13)",
+        "merger/huggingface/outputs.py",
+        "    as_they_are = kept.union(pairs)\n",
+        "    as_they_are = frozenset(pairs)\n",
+        "tests/unit/test_outputs.py",
+    ),
+    Mutant(
+        "unexpected tensors dropped in silence",
+        "merger/huggingface/outputs.py",
+        'if unexpected == "drop":',
+        'if unexpected != "keep":',
+        "tests/unit/test_outputs.py",
+    ),
+    Mutant(
+        "a diverged tie written once (S12)",
+        "merger/huggingface/ties.py",
+        "    if not diverged:\n",
+        "    if diverged or not diverged:\n",
+        "tests/unit/test_names.py",
+    ),
+    Mutant(
+        "wrapper names left (S14)",
+        "merger/huggingface/names.py",
+        'frozenset({"_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module"})',
+        'frozenset({"_fsdp_wrapped_module", "_orig_mod"})',
+        "tests/unit/test_names.py",
+    ),
+    Mutant(
+        "a missing tensor not noticed",
+        "merger/huggingface/names.py",
+        "    if missing:\n",
+        "    if missing and extra:\n",
+        "tests/unit/test_names.py",
+    ),
+    Mutant(
+        "checksums not verified (S21)",
+        "merger/writer.py",
+        "        if found != chunk.record.crc32:\n",
+        "        if found != chunk.record.crc32 and found < 0:\n",
+        "tests/unit/test_merge.py",
+    ),
+    Mutant(
+        "the pickle's checksum not verified (S21)",
+        "merger/sources/torch_zip.py",
+        'raise ArchiveError(Problem("checksum", where, message))',
+        "pass",
+        "tests/unit/test_torch_zip.py",
+    ),
+    Mutant(
+        "the index counts elements (S18)",
+        "merger/plan.py",
+        "total_size = sum(_num_bytes(tensor) for tensor in tensors)",
+        "total_size = sum(prod(tensor.source.shape) for tensor in tensors)",
+        "tests/unit/test_merge.py",
+    ),
+    Mutant(
+        "headers not aligned",
+        "merger/plan.py",
+        'header += b" " * (-len(header) % _HEADER_ALIGNMENT)',
+        'header += b" " * 0',
+        "tests/unit/test_plan.py",
+    ),
+    Mutant(
+        "files filled in the order of saving",
+        "merger/huggingface/outputs.py",
+        "    return sorted(names, key=lambda name: (place.get(name, len(place)), _natural(name)))\n",
+        "    return list(names)\n",
+        "tests/unit/test_merge.py",
+    ),
+    Mutant(
+        "the output built in place",
+        "merger/publish.py",
+        'staging = parent / f".{target.name}.merging"',
+        "staging = target",
+        "tests/unit/test_publish.py",
+    ),
+    Mutant(
+        "the output not brought to disk before the rename",
+        "merger/publish.py",
+        "                _sync_tree(staging)\n",
+        "",
+        "tests/unit/test_publish.py",
+    ),
+    Mutant(
+        "no lock (S17)",
+        "merger/publish.py",
+        "fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)",
+        "pass",
+        "tests/unit/test_publish.py",
+    ),
+    Mutant(
+        "a failed run leaves its half (L9)",
+        "merger/publish.py",
+        "                _surely(lambda: _recover(target, staging, replaced))\n",
+        "                pass\n",
+        "tests/unit/test_publish.py",
+    ),
+    Mutant(
+        "a stale target merged into (S16)",
+        "merger/publish.py",
+        "    if not overwrite:\n",
+        "    if not overwrite and not names:\n",
+        "tests/unit/test_merge.py",
+    ),
+    Mutant(
+        "any global is a class (L11)",
+        "merger/sources/unpickler.py",
+        "raise UnsafePickleError(",
+        "raise ArchiveError(",
+        "tests/unit/test_unpickler.py",
+    ),
+    Mutant(
+        "the coordinate of a mesh read backwards",
+        "merger/sharding.py",
+        "    return tuple(reversed(coordinate))\n",
+        "    return tuple(coordinate)\n",
+        "tests/unit/test_sharding.py",
+    ),
+    Mutant(
+        "bands laid one row off",
+        "merger/tensors.py",
+        "            size = min(step, shape[dim - 1] - start)\n",
+        "            size = min(step, max(1, shape[dim - 1] - start - 1))\n",
+        "tests/unit/test_tensors.py",
+    ),
+)
+
+
+def main(words: Sequence[str]) -> int:
+    """Runs the mutants that `words` choose; returns 1 if one survives or cannot be judged."""
+    chosen = [mutant for mutant in MUTANTS if not words or any(word in mutant.name for word in words)]
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder, ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+        sound = _copy(Path(folder) / "sound")
+        # Without this, a test that fails anyway would pass for one that notices.
+        checked = sorted({mutant.tests for mutant in chosen})
+        broken = [
+            tests
+            for tests, noticed in zip(checked, pool.map(lambda t: _fails(sound, t), checked), strict=True)
+            if noticed
+        ]
+        if broken:
+            print(f"these fail without any mutant: {', '.join(broken)}")
+            return 1
+        verdicts = list(pool.map(lambda item: _judge(Path(folder) / str(item[0]), item[1]), enumerate(chosen)))
+    width = max(len(mutant.name) for mutant in chosen)
+    for mutant, verdict in zip(chosen, verdicts, strict=True):
+        print(f"{mutant.name:{width}}  {verdict}")
+    killed = verdicts.count("killed")
+    print(f"{killed} of {len(chosen)} mutants killed")
+    return 0 if killed == len(chosen) else 1
+
+
+def _judge(tree: Path, mutant: Mutant) -> str:
+    _copy(tree)
+    path = tree / mutant.file
+    text = path.read_text()
+    if text.count(mutant.old) != 1:
+        return f"STALE: {mutant.file} holds its text {text.count(mutant.old)} times"
+    path.write_text(text.replace(mutant.old, mutant.new))
+    noticed = _fails(tree, mutant.tests)
+    shutil.rmtree(tree)
+    return "killed" if noticed else "SURVIVED"
+
+
+def _copy(tree: Path) -> Path:
+    """The parts of the project that tests need."""
+    tree.mkdir()
+    for name in ("merger", "fixtures", "tests"):
+        shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__", ".hypothesis"))
+    for name in ("pyproject.toml", "README.md"):
+        shutil.copy(ROOT / name, tree / name)
+    return tree
+
+
+def _fails(tree: Path, tests: str) -> bool:
+    """Whether pytest finds a failure; any other end than passed or failed is a mistake of this script."""
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests.split()]
+    environment = os.environ | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, check=False)
+    # 2 is an error while tests are collected: the mutant cannot even be imported, which is noticed too.
+    assert done.returncode in (0, 1, 2), done.stdout + done.stderr
+    return done.returncode != 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

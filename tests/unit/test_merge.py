@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -31,7 +30,7 @@ def all_bytes(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.fixture
-def checkpoint(tmp_path: Path) -> Iterator[Path]:
+def checkpoint(tmp_path: Path) -> Path:
     """A writable copy of a genuine checkpoint with buffers."""
     folder = tmp_path / "checkpoint"
     shutil.copytree(NEWEST / "fsdp2_hsdp_w4", folder)

@@ -48,9 +48,11 @@ class ReplicaPair:
 def check_census(fqn: str, held: Sequence[Held], world_size: int) -> list[Problem]:
     """Whether every rank that should have a tensor has it: all ranks for a plain one, else those of its meshes."""
     holders = {entry.rank for entry in held}
+    # By identity: hundreds of ranks share one mesh, and comparing as many long meshes by value would take minutes.
+    meshes = {id(entry.mesh): entry.mesh for entry in held}.values()
     expected: set[int] = set()
-    for entry in held:
-        expected |= set(range(world_size)) if entry.mesh is None else set(entry.mesh.ranks)
+    for mesh in meshes:
+        expected |= set(range(world_size)) if mesh is None else set(mesh.ranks)
     foreign = sorted(rank for rank in expected if rank >= world_size)
     if foreign:
         return [
@@ -77,6 +79,9 @@ def check_census(fqn: str, held: Sequence[Held], world_size: int) -> list[Proble
 
 def check_agreement(fqn: str, held: Sequence[Held]) -> list[Problem]:
     """Whether all ranks say the same of a tensor: its kind, element type, shape and placements."""
+    said = {(entry.mesh is None, entry.dtype.name, entry.shape, entry.placements) for entry in held}
+    if len(said) == 1:
+        return []
     problems = []
     aspects: tuple[tuple[str, Callable[[Held], str]], ...] = (
         ("kind", lambda entry: "a plain tensor" if entry.mesh is None else "a DTensor"),
@@ -129,31 +134,46 @@ def check_cover(tensor: StoredTensor) -> list[Problem]:
     ]
 
 
-def undecided_replicas(tensor: StoredTensor) -> list[ReplicaPair]:
-    """The pairs of replicas of a tensor that their recorded checksums do not prove equal.
+def replica_pairs(tensor: StoredTensor, *, in_full: bool = False) -> list[ReplicaPair]:
+    """The pairs of replicas of a tensor that their recorded checksums do not prove equal; with `in_full` every pair.
 
     The first chunk of each rectangle is the one that will be written; every other one is paired with it.
     """
-    pairs = []
+    pairs: list[ReplicaPair] = []
     first_of: dict[tuple[tuple[int, ...], tuple[int, ...]], Chunk] = {}
     for chunk in tensor.chunks:
         first = first_of.setdefault((chunk.offsets, chunk.sizes), chunk)
-        if first is not chunk:
-            verdict = _compare_recorded(first, chunk, tensor.dtype.itemsize)
-            if verdict != "equal":
-                pairs.append(ReplicaPair(first, chunk, verdict))
-    return pairs
-
-
-def all_replicas(tensor: StoredTensor) -> list[ReplicaPair]:
-    """Every pair of replicas of a tensor, for who wants all of them read and compared."""
-    first_of: dict[tuple[tuple[int, ...], tuple[int, ...]], Chunk] = {}
-    pairs = []
-    for chunk in tensor.chunks:
-        first = first_of.setdefault((chunk.offsets, chunk.sizes), chunk)
-        if first is not chunk:
+        if first is chunk:
+            continue
+        verdict = compare_recorded(first, chunk, tensor.dtype.itemsize)
+        if verdict != "equal":
+            pairs.append(ReplicaPair(first, chunk, verdict))
+        elif in_full:
             pairs.append(ReplicaPair(first, chunk, "unknown"))
     return pairs
+
+
+def compare_recorded(first: Chunk, other: Chunk, itemsize: int) -> Literal["equal", "differ", "unknown"]:
+    """What headers alone say of the bytes of two chunks of one size: the one place where equality is told unread.
+
+    Equal are the same bytes of the same file, and records of one layout with one checksum. Different checksums prove a
+    difference only where the chunk is all of the record: else it may lie in padding, or in what else the record holds.
+    """
+    laid_out_alike = (
+        first.record.num_bytes == other.record.num_bytes
+        and first.strides == other.strides
+        and first.byte_offset - first.record.byte_offset == other.byte_offset - other.record.byte_offset
+    )
+    if not laid_out_alike:
+        return "unknown"
+    if first.file == other.file and first.record.byte_offset == other.record.byte_offset:
+        return "equal"
+    if first.record.crc32 is None or other.record.crc32 is None:
+        return "unknown"
+    if first.record.crc32 == other.record.crc32:
+        return "equal"
+    whole = prod(first.sizes) * itemsize == first.record.num_bytes and is_contiguous(first.sizes, first.strides)
+    return "differ" if whole else "unknown"
 
 
 def limit_problems(problems: Iterable[Problem]) -> list[Problem]:
@@ -203,21 +223,6 @@ def placements_text(placements: Sequence[Placement]) -> str:
 def _held_by(chunk: Chunk) -> str:
     owner = chunk.file.path.name if chunk.file.rank is None else f"rank {chunk.file.rank}"
     return f"{range_text(chunk.offsets, chunk.sizes)} of {owner}"
-
-
-def _compare_recorded(first: Chunk, other: Chunk, itemsize: int) -> Literal["equal", "differ", "unknown"]:
-    if first.record.crc32 is None or other.record.crc32 is None:
-        return "unknown"
-    laid_out_alike = (
-        first.record.num_bytes == other.record.num_bytes
-        and first.strides == other.strides
-        and first.byte_offset - first.record.byte_offset == other.byte_offset - other.record.byte_offset
-    )
-    if laid_out_alike and first.record.crc32 == other.record.crc32:
-        return "equal"
-    whole = prod(first.sizes) * itemsize == first.record.num_bytes and is_contiguous(first.sizes, first.strides)
-    # A record may hold more than the chunk (padding, a view): then a different checksum proves nothing.
-    return "differ" if laid_out_alike and whole else "unknown"
 
 
 def _first_overlap(chunks: Sequence[Chunk]) -> tuple[Chunk, Chunk] | None:

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import io
 import json
+import math
 import os
 import signal
 import sys
@@ -31,7 +33,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit code."""
     options = _parser().parse_args(arguments)
     run: Callable[[argparse.Namespace], int] = options.run
-    signal.signal(signal.SIGTERM, _terminate)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            # A name that the terminal's encoding lacks must not fail a merge that is complete.
+            stream.reconfigure(errors="backslashreplace")
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _terminate)
     try:
         return run(options)
     except MergerError as error:
@@ -54,12 +61,18 @@ class _TerminatedError(BaseException):
     """SIGTERM came: unwinds, so that what is half-written is removed."""
 
 
-def _terminate(_signal: int, _frame: FrameType | None) -> NoReturn:
+def _terminate(number: int, _frame: FrameType | None) -> NoReturn:
+    # Once is enough: a second one must not cut short the tidying.
+    signal.signal(number, signal.SIG_IGN)
     raise _TerminatedError
 
 
 def _merge(options: argparse.Namespace) -> int:
     checkpoint, output = options.checkpoint or options.local_dir, options.output or options.target_dir
+    if (options.checkpoint and options.local_dir) or (options.output and options.target_dir):
+        options.parser.error("give CKPT and OUT once: as they are, or by --local_dir and --target_dir")
+    if options.config and options.weights_only:
+        options.parser.error("--config and --weights-only exclude each other")
     if checkpoint is None or output is None:
         options.parser.error("give CKPT and OUT (or --local_dir and --target_dir)")
     with _progress(quiet=options.quiet or options.json) as progress:
@@ -89,7 +102,7 @@ def _inspect(options: argparse.Namespace) -> int:
         options.checkpoint, tensors=options.tensors, world_size=options.world_size, shard_order=options.shard_order
     )
     _print(options, report, terminal.inspect_text(report))
-    return _OK
+    return _BAD_INPUT if report.problems else _OK
 
 
 def _verify(options: argparse.Namespace) -> int:
@@ -110,9 +123,20 @@ def _verify(options: argparse.Namespace) -> int:
 
 def _print(options: argparse.Namespace, report: Any, text: str) -> None:  # noqa: ANN401 - any of the reports
     if options.json:
-        print(json.dumps(dataclasses.asdict(report), indent=2, default=str))
+        print(json.dumps(_plain(report), indent=2, default=str))
     elif not getattr(options, "quiet", False):
         print(text)
+
+
+def _plain(report: Any) -> dict[str, Any]:  # noqa: ANN401 - any of the reports
+    """A report as JSON knows it: its verdict among its fields, and no infinity."""
+    fields: dict[str, Any] = dataclasses.asdict(report)
+    if isinstance(report, merger.VerifyReport):
+        fields["is_equal"] = report.is_equal
+        for comparison in fields["comparisons"]:
+            if comparison["max_difference"] == math.inf:
+                comparison["max_difference"] = None
+    return fields
 
 
 def _fail(options: argparse.Namespace, message: str, problems: list[dict[str, str]]) -> int:

@@ -9,7 +9,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from merger.checks import ReplicaPair, ranks_text
+from merger.checks import ReplicaPair, compare_recorded, ranks_text
 from merger.dtypes import DType
 from merger.errors import Problem
 from merger.reading import SourceReader, read_bands
@@ -85,7 +85,11 @@ def same_records(first: StoredTensor, other: StoredTensor) -> bool:
     """Whether headers alone prove two tensors equal: the same bytes, or records with the same checksum."""
     if (first.shape, first.dtype, len(first.chunks)) != (other.shape, other.dtype, len(other.chunks)):
         return False
-    return all(_same_record(left, right) for left, right in zip(first.chunks, other.chunks, strict=True))
+    return all(
+        (left.offsets, left.sizes) == (right.offsets, right.sizes)
+        and compare_recorded(left, right, first.dtype.itemsize) == "equal"
+        for left, right in zip(first.chunks, other.chunks, strict=True)
+    )
 
 
 def element_text(data: bytes, dtype: DType) -> str:
@@ -96,19 +100,6 @@ def element_text(data: bytes, dtype: DType) -> str:
         return f"bytes {data.hex()}"
     value = struct.unpack(f"<{_STRUCT[dtype.name]}", data)[0]
     return f"{value:.17g}" if dtype.name == "float64" else f"{value:.9g}" if dtype.is_floating else str(value)
-
-
-def _same_record(left: Chunk, right: Chunk) -> bool:
-    alike = (
-        left.offsets == right.offsets
-        and left.sizes == right.sizes
-        and left.strides == right.strides
-        and left.record.num_bytes == right.record.num_bytes
-        and left.byte_offset - left.record.byte_offset == right.byte_offset - right.record.byte_offset
-    )
-    same_bytes = left.file == right.file and left.record.byte_offset == right.record.byte_offset
-    same_checksum = left.record.crc32 is not None and left.record.crc32 == right.record.crc32
-    return alike and (same_bytes or same_checksum)
 
 
 def _alone(tensor: StoredTensor, chunk: Chunk) -> StoredTensor:

@@ -10,12 +10,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
 from merger.checkpoint import Checkpoint
-from merger.checks import all_replicas, limit_problems, undecided_replicas
+from merger.checks import limit_problems, replica_pairs
 from merger.comparing import differing_replicas, first_difference, same_records
-from merger.errors import CheckpointError, Faults, ModelError, Problem
+from merger.errors import CheckpointError, Faults, MergerError, ModelError, Problem
 from merger.huggingface.expected import Architecture, expected_architecture, generation_config_complaint, read_config
 from merger.huggingface.outputs import Outputs, Unexpected, choose_outputs, main_dtype
 from merger.huggingface.side_files import SideFiles, config_bytes, copy_side_files, output_config, plan_side_files
@@ -100,11 +100,12 @@ def merge(
     Raises:
         MergerError: With all that is wrong with the checkpoint, the model or the target. Nothing was written then.
     """
-    limit = parse_size(max_shard_size) if isinstance(max_shard_size, str) else max_shard_size
+    limit = _checked_options(dtype, unexpected, max_shard_size, workers)
     source = read_checkpoint(Path(checkpoint), world_size=world_size, shard_order=shard_order)
     config_dir = None if weights_only else Path(config) if config is not None else source.config_dir
     target = Path(output)
-    read_from = (source.path,) if config_dir is None else (source.path, config_dir)
+    # The folder of the config is the checkpoint's, and not to be replaced, whether or not this merge reads it.
+    read_from = tuple(path for path in (source.path, source.config_dir, config_dir) if path is not None)
     with SourceReader() as reader:
         faults = Faults()
         with faults:
@@ -160,6 +161,30 @@ def merge(
     )
 
 
+def _checked_options(dtype: str, unexpected: str, max_shard_size: int | str, workers: int | None) -> int:
+    """The size limit in bytes; raises what is wrong with the options that have no meaning of their own."""
+    problems = [
+        Problem("bad-option", name, f"{value!r} is none of {', '.join(choices)}")
+        for name, value, choices in (
+            ("dtype", dtype, get_args(DTypeChoice)),
+            ("unexpected", unexpected, get_args(Unexpected)),
+        )
+        if value not in choices
+    ]
+    if workers is not None and workers < 1:
+        problems.append(Problem("bad-option", "workers", f"{workers} is no positive number"))
+    limit = 0
+    try:
+        limit = parse_size(max_shard_size) if isinstance(max_shard_size, str) else max_shard_size
+        if limit < 1:
+            problems.append(Problem("bad-option", "max_shard_size", f"{limit} is no positive number of bytes"))
+    except ValueError as error:
+        problems.append(Problem("bad-option", "max_shard_size", str(error)))
+    if problems:
+        raise MergerError(problems)
+    return limit
+
+
 def plan_bytes(plan: Plan) -> int:
     """How many bytes all files of a plan take."""
     return sum(file.num_bytes for file in plan.files) + len(plan.index or b"")
@@ -172,8 +197,7 @@ def _check_bytes(reader: SourceReader, source: Checkpoint, *, in_full: bool) -> 
     for tensor in source.tensors.values():
         if tensor.fqn in at_fault:
             continue
-        pairs = all_replicas(tensor) if in_full else undecided_replicas(tensor)
-        problems += differing_replicas(reader, tensor, pairs)
+        problems += differing_replicas(reader, tensor, replica_pairs(tensor, in_full=in_full))
     if problems:
         raise CheckpointError(limit_problems(problems))
 
@@ -219,11 +243,26 @@ def _plan_side_files(
     if config_dir is None:
         return SideFiles((), (), has_tokenizer=False, problems=()), {}, ()
     side_files = plan_side_files(config_dir)
-    # An output inside the folder of the config is not part of what is copied.
-    beside = (file for file in side_files.files if not file.source.is_relative_to(target.resolve()))
+    # An output inside the folder of the config, or what a killed run left of one, is not part of what is copied.
+    inside = {target.resolve(), *(target.resolve().parent / f".{target.name}.{end}" for end in ("merging", "replaced"))}
+    beside = [
+        file for file in side_files.files if inside.isdisjoint((config_dir / file.relative_path).absolute().parents)
+    ]
     side_files = replace(side_files, files=tuple(beside))
-    if side_files.problems:
-        raise ModelError(side_files.problems)
+    problems = [
+        *side_files.problems,
+        *(
+            Problem(
+                "target-is-source",
+                str(config_dir / file.relative_path),
+                f"is a link into {target}, which is to be replaced; put the file itself there",
+            )
+            for file in beside
+            if file.source.is_relative_to(target.resolve())
+        ),
+    ]
+    if problems:
+        raise ModelError(problems)
     notes = []
     config = read_config(config_dir)
     changed = output_config(config, dtype=main_dtype(outputs.tensors), tied=False if outputs.ties_broken else None)
@@ -231,6 +270,11 @@ def _plan_side_files(
     if changed != config:
         keys = sorted(key for key in {*config, *changed} if config.get(key) != changed.get(key))
         notes.append("config.json: " + ", ".join(f"{key} set to {_json(changed.get(key))}" for key in keys))
+    if "quantization_config" in config and not any(_is_quantised(tensor) for tensor in outputs.tensors):
+        notes.append(
+            "config.json has a quantization_config, but no tensor is of a quantised type: readers may take the weights "
+            "for what they are not; remove the entry if the model was not quantised"
+        )
     if side_files.skipped:
         notes.append(f"left in {config_dir}: {', '.join(side_files.skipped)}")
     if not side_files.has_tokenizer:
@@ -238,6 +282,10 @@ def _plan_side_files(
     if (complaint := generation_config_complaint(config_dir)) is not None:
         notes.append(f"generation_config.json was copied as it is, but transformers objects to it: {complaint}")
     return side_files, replaced, tuple(notes)
+
+
+def _is_quantised(tensor: OutputTensor) -> bool:
+    return tensor.dtype.itemsize == 1 and tensor.dtype.name != "bool"
 
 
 def _json(value: object) -> str:

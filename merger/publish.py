@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -23,6 +24,8 @@ _NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS}
 _UNWRITABLE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
 # Names of a directory's content that a message shows: enough to recognise it by.
 _MAX_LISTED = 5
+# Folders in which trainers save a step.
+_STEP_FOLDER = re.compile(r"(checkpoint|global_step|iter|step)[-_]?[0-9]+")
 
 
 def check_target(target: Path, *, overwrite: bool, sources: tuple[Path, ...]) -> None:
@@ -61,12 +64,27 @@ def _check_target(target: Path, *, overwrite: bool, sources: tuple[Path, ...]) -
             target,
             f"is not empty (it holds {listed}); choose another directory, or replace the whole of it with --overwrite",
         )
+    if (kept := _training_state(target)) is not None:
+        raise _refused(
+            "target-holds-training-state",
+            target,
+            f"holds more than a model ({kept}), which --overwrite would delete; choose another directory",
+        )
     if not any(name == "config.json" or name.endswith((".safetensors", ".bin")) for name in names):
         raise _refused(
             "target-not-a-model",
             target,
             f"holds no model that could be replaced (it holds {listed}); choose another directory",
         )
+
+
+def _training_state(target: Path) -> str | None:
+    """A file or folder of which a run could not be resumed, or a history be restored, if it were deleted."""
+    for path in sorted(target.rglob("*")):
+        is_state = path.suffix in (".pt", ".pth", ".distcp") or path.name in (".git", ".metadata")
+        if is_state or (path.is_dir() and _STEP_FOLDER.fullmatch(path.name)):
+            return str(path.relative_to(target))
+    return None
 
 
 @contextmanager

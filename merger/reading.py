@@ -7,6 +7,7 @@ commands that read no data start without it.
 from __future__ import annotations
 
 import os
+import resource
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
@@ -22,8 +23,9 @@ if TYPE_CHECKING:
 
     Elements: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 
-# Source files kept open at once: far below the usual limit of 1,024, and above the ranks that one tensor comes from.
-MAX_OPEN_FILES = 64
+# Source files kept open at once: half of what the process may open, the rest is left to others. On a network disk each
+# opening is a round trip, so all ranks that a tensor comes from should fit.
+MAX_OPEN_FILES = max(16, min(1024, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2))
 # How much of a source may be read to gather a strided rectangle, as a multiple of the bytes wanted, before it is
 # read in smaller pieces instead.
 _MAX_READ_AMPLIFICATION = 4

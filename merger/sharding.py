@@ -15,6 +15,9 @@ from typing import Literal, TypeAlias
 # (`fully_shard`, whose groups are sorted) or by its mesh coordinate (`distribute_tensor`). A file does not say which.
 DealOrder: TypeAlias = Literal["group", "coordinate"]
 
+# The kinds of placement that cut a tensor.
+_CUTTING = frozenset({"shard", "strided_shard"})
+
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
@@ -78,20 +81,19 @@ class Holding:
     pieces: tuple[Piece, ...]
 
 
-def mesh_coordinate(mesh: Mesh, rank: int) -> tuple[int, ...] | None:
-    """The coordinate of `rank` in `mesh`, one index per mesh axis; None where the mesh does not have that rank."""
-    try:
-        return _unravel(mesh.ranks.index(rank), mesh.shape)
-    except ValueError:
-        return None
+@lru_cache(maxsize=64)
+def mesh_coordinates(mesh: Mesh) -> dict[int, tuple[int, ...]]:
+    """The coordinate of every rank of `mesh`, one index per mesh axis."""
+    return {rank: _unravel(position, mesh.shape) for position, rank in enumerate(mesh.ranks)}
 
 
+@lru_cache(maxsize=1024)
 def unordered_axis(mesh: Mesh, placements: tuple[Placement, ...]) -> int | None:
     """The first mesh axis that shards a tensor and along which ranks do not ascend; None where there is none."""
     stride = len(mesh.ranks)
     for axis, (size, placement) in enumerate(zip(mesh.shape, placements, strict=True)):
         outer_stride, stride = stride, stride // size
-        if placement.kind not in ("shard", "strided_shard") or size == 1:
+        if placement.kind not in _CUTTING or size == 1:
             continue
         for start in range(0, len(mesh.ranks), outer_stride):
             for inner in range(stride):
@@ -123,17 +125,19 @@ def holding(
     """What the rank dealt the pieces at `coordinate` holds of a tensor of global `shape`.
 
     `shard_order` lists (tensor dim, mesh axes in the order in which they cut it) for dims cut in another order than
-    that of the mesh axes; where a placement is strided, the stride says so already and the order is that of the axes.
-    The rule of `torch.chunk` cuts: pieces of ceil(n / count), the last ones shorter or empty. `Partial` cuts nothing.
+    that of the mesh axes. The rule of `torch.chunk` cuts: pieces of ceil(n / count), the last ones shorter or empty.
+    `Partial` cuts nothing.
+
+    A strided shard whose split factor is the product of the later axes on its dim says that those cut before it (that
+    is how `fully_shard` treats a tensor that is tensor-parallel already). Any other cuts each of `split_factor` parts,
+    and takes its piece of each; then nothing is known of how padding would lie, and none is allowed for.
     Source: torch/distributed/tensor/placement_types.py (`Shard`, `_StridedShard`).
     """
     ranges = [[(0, size)] for size in shape]
-    padded = list(shape)
-    for axis in _cutting_order(placements, shard_order):
-        placement, count = placements[axis], mesh_shape[axis]
-        dim = placement.dim
+    padded: list[int | None] = list(shape)
+    for axis, parts in _cuts(mesh_shape, placements, shard_order):
+        dim, count = placements[axis].dim, mesh_shape[axis]
         assert dim is not None, "a shard has a dim"
-        parts = placement.split_factor or 1
         length = sum(stop - start for start, stop in ranges[dim])
         kept: list[tuple[int, int]] = []
         for part in range(parts):
@@ -141,19 +145,42 @@ def holding(
             start, stop = _chunk(part_stop - part_start, count, coordinate[axis])
             kept += _take(ranges[dim], part_start + start, part_start + stop)
         ranges[dim] = _join(kept)
-        padded[dim] = parts * _ceil_div(_ceil_div(padded[dim], parts), count)
+        before = padded[dim]
+        padded[dim] = None if before is None or parts > 1 else _ceil_div(before, count)
     sizes = tuple(sum(stop - start for start, stop in dim_ranges) for dim_ranges in ranges)
-    return Holding(sizes, tuple(padded), _pieces(ranges))
+    padded_sizes = tuple(size if pad is None else pad for size, pad in zip(sizes, padded, strict=True))
+    return Holding(sizes, padded_sizes, _pieces(ranges))
 
 
-def _cutting_order(
-    placements: tuple[Placement, ...], shard_order: tuple[tuple[int, tuple[int, ...]], ...] | None
-) -> list[int]:
-    axes = [axis for axis, placement in enumerate(placements) if placement.kind in ("shard", "strided_shard")]
-    if shard_order is None or any(placement.kind == "strided_shard" for placement in placements):
-        return axes
-    ordered = [axis for _, mesh_axes in shard_order for axis in mesh_axes]
-    return ordered if sorted(ordered) == axes else axes
+def is_shard_order(shard_order: tuple[tuple[int, tuple[int, ...]], ...], placements: tuple[Placement, ...]) -> bool:
+    """Whether `shard_order` names, dim by dim, just the axes that shard that dim."""
+    named = [(axis, dim) for dim, axes in shard_order for axis in axes]
+    return sorted(named) == [
+        (axis, placement.dim) for axis, placement in enumerate(placements) if placement.kind in _CUTTING
+    ]
+
+
+def _cuts(
+    mesh_shape: tuple[int, ...],
+    placements: tuple[Placement, ...],
+    shard_order: tuple[tuple[int, tuple[int, ...]], ...] | None,
+) -> list[tuple[int, int]]:
+    """The mesh axes that cut, in order, each with the number of parts that it cuts its dim in first."""
+    axes = [axis for axis, placement in enumerate(placements) if placement.kind in _CUTTING]
+    if all(placements[axis].kind == "shard" for axis in axes):
+        return [(axis, 1) for axis in (axes if shard_order is None else (a for _, named in shard_order for a in named))]
+    cuts: list[tuple[int, int]] = []
+    for axis in reversed(axes):
+        placement = placements[axis]
+        later = [(other, parts) for other, parts in cuts if placements[other].dim == placement.dim]
+        explained = all(parts == 1 for _, parts in later) and placement.split_factor == prod(
+            mesh_shape[other] for other, _ in later
+        )
+        if placement.kind == "strided_shard" and explained:
+            cuts.append((axis, 1))
+        else:
+            cuts.insert(0, (axis, placement.split_factor or 1))
+    return cuts
 
 
 def _chunk(length: int, count: int, index: int) -> tuple[int, int]:

@@ -7,7 +7,7 @@ import textwrap
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-from merger.checks import ranks_text, shape_text
+from merger.checks import limit_problems, ranks_text, shape_text
 from merger.inspect import InspectReport, MeshSummary, TensorSummary
 from merger.merge import MergeReport
 from merger.verify import TensorComparison, VerifyReport
@@ -63,7 +63,7 @@ def inspect_text(report: InspectReport) -> str:
         lines += ["", *_listing(report.tensors)]
     if report.problems:
         lines += ["", f"{_counted(len(report.problems), 'fault')}; it cannot be merged as it is:"]
-        for problem in report.problems:
+        for problem in limit_problems(report.problems):
             lines += _wrapped("  - ", str(problem))
     else:
         lines.append("no fault found (headers only; a merge also verifies the checksums of all data)")

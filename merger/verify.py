@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from merger.checks import check_cover, shape_text
+from merger.checks import check_cover, limit_problems, shape_text
 from merger.errors import CheckpointError, MergerError
 from merger.huggingface.expected import Architecture, expected_architecture
 from merger.huggingface.names import ignored_names, strip_wrappers
@@ -77,7 +77,7 @@ def verify(
     """
     source = read_any(Path(checkpoint), world_size=world_size, shard_order=shard_order)
     if source.problems:
-        raise CheckpointError(source.problems)
+        raise CheckpointError(limit_problems(source.problems))
     target = read_reference(Path(reference))
     architecture, notes = _architecture(target.config_dir)
     names = strip_wrappers(source.tensors, set(target.tensors))
@@ -95,9 +95,9 @@ def verify(
             elif name not in ignored:
                 detail = f"{shape_text(tensor.shape)}, not in the reference"
                 comparisons.append(TensorComparison(name, "unexpected", tensor.dtype.name, None, None, detail))
+    held_by_ties = {canonical[name] for name in ours if name in canonical}
     for name, tensor in target.tensors.items():
-        tied_here = any(canonical.get(other) == canonical.get(name, name) for other in ours if other in canonical)
-        if name not in seen and name not in ours and not (name in canonical and tied_here):
+        if name not in seen and canonical.get(name) not in held_by_ties:
             detail = f"{shape_text(tensor.shape)}, not in the checkpoint"
             comparisons.append(TensorComparison(name, "missing", None, tensor.dtype.name, None, detail))
     return VerifyReport(
@@ -157,17 +157,17 @@ def _distance(left: torch.Tensor, right: torch.Tensor, atol: float, rtol: float)
     """Whether all elements are within the tolerances (a NaN only to a NaN), and the largest difference."""
     import torch
 
-    wide = torch.complex128 if left.dtype.is_complex else torch.float64 if left.dtype.is_floating_point else torch.int64
-    if not left.dtype.is_floating_point and not left.dtype.is_complex and left.dtype != torch.uint64:
-        difference = (left.to(wide) - right.to(wide)).abs().to(torch.float64)
-        limit = atol + rtol * right.to(torch.float64).abs()
-        return bool((difference <= limit).all()), float(difference.max())
-    if left.dtype == torch.uint64:
-        wide = torch.float64
-    first, second = left.to(wide), right.to(wide)
-    same = (first == second) | (torch.isnan(first) & torch.isnan(second))
+    same = left == right
+    if left.dtype.is_floating_point or left.dtype.is_complex:
+        wide = torch.complex128 if left.dtype.is_complex else torch.float64
+        first, second = left.to(wide), right.to(wide)
+        same = (first == second) | (torch.isnan(first) & torch.isnan(second))
+    else:
+        # float64 does not hold every int64: elements are the same by their own type, and only then far or near.
+        first, second = left.to(torch.float64), right.to(torch.float64)
     difference = torch.where(same, torch.zeros((), dtype=torch.float64), (first - second).abs().to(torch.float64))
-    within = same | (difference <= atol + rtol * second.abs())
+    tolerated = atol + rtol * second.abs()
+    within = same | ((difference <= tolerated) & (tolerated > 0))
     return bool(within.all()), float(difference.nan_to_num(nan=float("inf")).max())
 
 

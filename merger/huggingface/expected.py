@@ -64,11 +64,10 @@ class Architecture:
 def read_config(config_dir: Path) -> dict[str, Any]:
     """Config.json of a folder as a dictionary; a ModelError where there is none or where it is no JSON object."""
     path = config_dir / "config.json"
+    if not path.is_file():
+        raise ModelError(Problem("no-config", str(path), f"there is no such file. {_OTHERWISE}"))
     try:
         config = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        problem = Problem("no-config", str(path), f"there is no such file. {_OTHERWISE}")
-        raise ModelError(problem) from None
     except (OSError, ValueError, RecursionError) as error:
         problem = Problem("bad-config", str(path), f"it cannot be read as JSON ({error}). {_OTHERWISE}")
         raise ModelError(problem) from error

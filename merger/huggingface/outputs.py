@@ -65,8 +65,10 @@ def choose_outputs(
     if architecture is not None:
         ignored = ignored_names(architecture, by_name)
         extra = unexpected_names(architecture, by_name)
+        if unexpected == "keep":
+            extra, ignored = [*extra, *ignored], []
         if ignored:
-            notes.append(f"left out, as {architecture.class_name} computes them itself: {_listed(ignored)}")
+            notes.append(f"left out, as {architecture.class_name} does not read them: {_listed(ignored)}")
         if extra and unexpected != "error":
             done = "kept" if unexpected == "keep" else "dropped"
             notes.append(f"not of {architecture.class_name}, {done} as asked: {_listed(extra)}")

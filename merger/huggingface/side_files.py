@@ -7,6 +7,7 @@ few places as the new weights ask for; where they ask for nothing it stays the b
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 from collections.abc import Mapping
@@ -79,6 +80,8 @@ def plan_side_files(config_dir: Path) -> SideFiles:
                     f"the link leads to {entry.readlink()}, which is not there. Restore that file or remove the link."
                 )
                 problems.append(Problem("dangling-link", str(entry), message))
+            elif entry.is_file() and not os.access(entry, os.R_OK):
+                problems.append(Problem("unreadable-file", str(entry), "it may not be read. Change its permissions."))
             elif entry.is_file() and not _WEIGHT_FILE.fullmatch(entry.name):
                 files.append(SideFile(place, entry.resolve(), entry.stat().st_size))
             else:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 from merger.checkpoint import Checkpoint
-from merger.errors import NotACheckpointError, Problem
+from merger.errors import MergerError, NotACheckpointError, Problem
 from merger.sharding import DealOrder
 from merger.sources.locate import is_model_directory, locate
 from merger.sources.rank_files import read_rank_files
@@ -18,6 +19,9 @@ def read_checkpoint(path: Path, *, world_size: int | None = None, shard_order: D
 
     Raises `NotACheckpointError` where there is none, or one of another format.
     """
+    if shard_order is not None and shard_order not in get_args(DealOrder):
+        choices = ", ".join(get_args(DealOrder))
+        raise MergerError(Problem("bad-option", "shard_order", f"{shard_order!r} is none of {choices}"))
     folder, notes = locate(path)
     checkpoint = read_rank_files(folder, world_size=world_size, shard_order=shard_order)
     return replace(checkpoint, notes=(*notes, *checkpoint.notes))
@@ -26,6 +30,9 @@ def read_checkpoint(path: Path, *, world_size: int | None = None, shard_order: D
 def read_any(path: Path, *, world_size: int | None = None, shard_order: DealOrder | None = None) -> Checkpoint:
     """Reads a sharded checkpoint or a Hugging Face model directory, whichever `path` is."""
     if path.is_dir() and is_model_directory(path):
+        if world_size is not None or shard_order is not None:
+            message = "is a model directory, for which world_size and shard_order mean nothing; leave them out"
+            raise MergerError(Problem("bad-option", str(path), message))
         return read_model_directory(path)
     return read_checkpoint(path, world_size=world_size, shard_order=shard_order)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from merger.errors import NotACheckpointError, Problem
@@ -56,9 +57,20 @@ def is_model_directory(folder: Path) -> bool:
 
 def _below(folder: Path) -> list[Path]:
     """Folders with rank files up to two levels below; steps in the order of their numbers."""
-    children = [child for child in folder.iterdir() if child.is_dir() and not child.is_symlink()]
-    grandchildren = [grand for child in children for grand in child.iterdir() if grand.is_dir()]
-    return sorted((found for found in (*children, *grandchildren) if world_sizes(found)), key=_natural)
+    children = _folders_in(folder)
+    grandchildren = [grand for child in children for grand in _folders_in(child)]
+    return sorted(
+        (found for found in (*children, *grandchildren) if os.access(found, os.R_OK | os.X_OK) and world_sizes(found)),
+        key=_natural,
+    )
+
+
+def _folders_in(folder: Path) -> list[Path]:
+    """The folders in a folder, without links; none where it may not be read, as `lost+found` may not."""
+    try:
+        return [child for child in folder.iterdir() if child.is_dir() and not child.is_symlink()]
+    except PermissionError:
+        return []
 
 
 def _natural(path: Path) -> tuple[tuple[str, int], ...]:

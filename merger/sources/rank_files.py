@@ -16,15 +16,23 @@ from merger.checks import (
     check_agreement,
     check_census,
     check_cover,
-    limit_problems,
     placements_text,
     range_text,
     ranks_text,
+    replica_pairs,
     shape_text,
-    undecided_replicas,
 )
 from merger.errors import ArchiveError, Problem
-from merger.sharding import DealOrder, Holding, holding, mesh_coordinate, shard_coordinate, unordered_axis
+from merger.sharding import (
+    DealOrder,
+    Holding,
+    Mesh,
+    holding,
+    is_shard_order,
+    mesh_coordinates,
+    shard_coordinate,
+    unordered_axis,
+)
 from merger.sources.dtensor import DTensor, PlainTensor, ShardedTensorEntry
 from merger.sources.rank_set import beside_siblings, find_rank_set
 from merger.sources.torch_zip import Archive, read_archive
@@ -54,6 +62,8 @@ def read_rank_files(folder: Path, *, world_size: int | None, shard_order: DealOr
         problems += [problem for archive in archives for problem in _check_rank(archive)]
     if not problems:
         tensors, layouts, others, problems = _assemble(archives, rank_set.world_size, shard_order)
+    if not problems and not tensors:
+        problems.append(Problem("no-tensors", str(folder), "the rank files hold no tensor; the model was not saved"))
     config_dir = folder / "huggingface"
     return Checkpoint(
         path=folder,
@@ -74,18 +84,12 @@ def _check_rank(archive: Archive) -> list[Problem]:
     for entry in archive.entries.values():
         if not isinstance(entry, DTensor):
             continue
-        saved_by = entry.rank
-        if saved_by is None and entry.coordinate is not None:
-            position = 0
-            for index, size in zip(entry.coordinate, entry.mesh.shape, strict=True):
-                position = position * size + index
-            saved_by = entry.mesh.ranks[position]
-        if saved_by is not None and saved_by != archive.file.rank:
+        if entry.rank is not None and entry.rank != archive.file.rank:
             return [
                 Problem(
                     "wrong-rank",
                     archive.file.path.name,
-                    f"was saved by rank {saved_by}, but its name says rank {archive.file.rank}; it was renamed or "
+                    f"was saved by rank {entry.rank}, but its name says rank {archive.file.rank}; it was renamed or "
                     f"copied over: restore the file that rank {archive.file.rank} saved",
                 )
             ]
@@ -104,9 +108,12 @@ def _assemble(
     layouts: dict[str, Layout] = {}
     others: dict[str, str] = {}
     problems: list[Problem] = []
+    meshes = _OneOfEach()
     for fqn, entries in by_name.items():
         sharded_tensor = any(isinstance(entry, ShardedTensorEntry) for _, entry in entries)
-        held = [_held(entry, archive.file) for archive, entry in entries if isinstance(entry, PlainTensor | DTensor)]
+        held = [
+            _held(entry, archive.file, meshes) for archive, entry in entries if isinstance(entry, PlainTensor | DTensor)
+        ]
         if sharded_tensor:
             problems.append(_unsupported(fqn))
         elif not held:
@@ -114,26 +121,42 @@ def _assemble(
         elif faults := check_agreement(fqn, held) or check_census(fqn, held, world_size):
             problems += faults
         else:
-            found = [_chunks(fqn, entry, archive.file, shard_order) for archive, entry in entries]
+            found = [_chunks(fqn, entry, archive.file, shard_order, meshes) for archive, entry in entries]
             # Ranks that find the same fault say the same.
             faults = list(dict.fromkeys(fault for fault in found if isinstance(fault, Problem)))
             chunks = tuple(chunk for part in found if not isinstance(part, Problem) for chunk in part)
             tensors[fqn] = StoredTensor(fqn, held[0].dtype, held[0].shape, chunks)
             if held[0].mesh is not None:
-                meshes = tuple(dict.fromkeys(one.mesh for one in held if one.mesh is not None))
-                layouts[fqn] = Layout(meshes, held[0].placements)
+                on = {id(one.mesh): one.mesh for one in held if one.mesh is not None}
+                layouts[fqn] = Layout(tuple(on.values()), held[0].placements)
             problems += faults or check_cover(tensors[fqn]) or _proven_differences(tensors[fqn])
-    return tensors, layouts, others, limit_problems(problems)
+    return tensors, layouts, others, problems
 
 
-def _held(entry: PlainTensor | DTensor, file: SourceFile) -> Held:
+class _OneOfEach:
+    """Equal meshes as one object: every file brings its own, and what asks by identity is quick."""
+
+    def __init__(self) -> None:
+        self._by_value: dict[Mesh, Mesh] = {}
+        self._by_id: dict[int, Mesh] = {}
+
+    def __call__(self, mesh: Mesh) -> Mesh:
+        found = self._by_id.get(id(mesh))
+        if found is None:
+            found = self._by_id[id(mesh)] = self._by_value.setdefault(mesh, mesh)
+        return found
+
+
+def _held(entry: PlainTensor | DTensor, file: SourceFile, meshes: _OneOfEach) -> Held:
     assert file.rank is not None, "rank files have ranks"
     if isinstance(entry, PlainTensor):
         return Held(file.rank, entry.local.dtype, entry.local.sizes, None, ())
-    return Held(file.rank, entry.dtype, entry.shape, entry.mesh, entry.placements)
+    return Held(file.rank, entry.dtype, entry.shape, meshes(entry.mesh), entry.placements)
 
 
-def _chunks(fqn: str, entry: object, file: SourceFile, shard_order: DealOrder | None) -> tuple[Chunk, ...] | Problem:
+def _chunks(
+    fqn: str, entry: object, file: SourceFile, shard_order: DealOrder | None, meshes: _OneOfEach
+) -> tuple[Chunk, ...] | Problem:
     """The rectangles of a tensor that a rank holds, or why they cannot be told."""
     if not isinstance(entry, PlainTensor | DTensor):
         return ()  # on a rank that is not of the tensor's mesh, else the census would have missed it
@@ -142,8 +165,8 @@ def _chunks(fqn: str, entry: object, file: SourceFile, shard_order: DealOrder | 
         chunk = Chunk((0,) * len(local.sizes), local.sizes, file, local.byte_offset, local.strides, local.record)
         return () if 0 in local.sizes else (chunk,)
     assert file.rank is not None, "rank files have ranks"
-    mesh, placements = entry.mesh, entry.placements
-    coordinate = mesh_coordinate(mesh, file.rank)
+    mesh, placements = meshes(entry.mesh), entry.placements
+    coordinate = mesh_coordinates(mesh).get(file.rank)
     if coordinate is None:
         # A rank outside a tensor's mesh keeps an empty stand-in under its name.
         return ()
@@ -153,6 +176,8 @@ def _chunks(fqn: str, entry: object, file: SourceFile, shard_order: DealOrder | 
     axis = unordered_axis(mesh, placements)
     if axis is not None and shard_order is None:
         return _unordered(fqn, entry, axis)
+    if entry.shard_order is not None and not is_shard_order(entry.shard_order, placements):
+        return _bad_shard_order(fqn, entry)
     dealt = shard_coordinate(mesh, coordinate, shard_order) if axis is not None and shard_order else coordinate
     held = holding(entry.shape, mesh.shape, placements, dealt, entry.shard_order)
     if (fault := _check_local(fqn, entry, file.rank, held)) is not None:
@@ -198,7 +223,7 @@ def _check_local(fqn: str, entry: DTensor, rank: int, held: Holding) -> Problem 
 
 def _proven_differences(tensor: StoredTensor) -> list[Problem]:
     """Replicas whose recorded checksums differ, found without reading data; the merge itself says where they do."""
-    differ = [pair for pair in undecided_replicas(tensor) if pair.verdict == "differ"]
+    differ = [pair for pair in replica_pairs(tensor) if pair.verdict == "differ"]
     if not differ:
         return []
     first = differ[0].first.file.rank
@@ -237,6 +262,15 @@ def _unordered(fqn: str, entry: DTensor, axis: int) -> Problem:
 def _axis_text(entry: DTensor, axis: int) -> str:
     names = entry.mesh.axis_names
     return f"axis {axis}" if names is None else f"axis {axis} ({names[axis]})"
+
+
+def _bad_shard_order(fqn: str, entry: DTensor) -> Problem:
+    return Problem(
+        "bad-shard-order",
+        fqn,
+        f"records that its dims are cut in the order {entry.shard_order}, which does not fit its placements "
+        f"{placements_text(entry.placements)}; the file was not written by torch.save of a DTensor, or is damaged",
+    )
 
 
 def _unsupported(fqn: str) -> Problem:

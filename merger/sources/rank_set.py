@@ -13,6 +13,8 @@ from merger.checks import ranks_text
 from merger.errors import Problem
 
 RANK_FILE = re.compile(r"model_world_size_(\d+)_rank_(\d+)\.pt")
+# No run has had a tenth of this many ranks; a name that claims more would have millions of missing ranks listed.
+_MAX_WORLD_SIZE = 1_000_000
 # Faults of a file of which the sizes of its siblings tell more.
 _KINDS_OF_SIZE = frozenset({"empty-file", "truncated", "not-an-archive", "damaged-archive"})
 
@@ -71,6 +73,13 @@ def find_rank_set(folder: Path, world_size: int | None) -> RankSet:
                 f"has files of {ranks_text(foreign)}, but a run of world size {size} has ranks 0 to {size - 1} only",
             )
         )
+    if size > _MAX_WORLD_SIZE:
+        problem = Problem(
+            "absurd-world-size",
+            str(folder),
+            f"has rank files named for {size:,} ranks; the names are not those of a run",
+        )
+        return RankSet(size, {}, (problem,))
     missing = sorted(set(range(size)) - set(by_size[size]))
     if missing:
         problems.append(

@@ -55,6 +55,9 @@ def read_archive(path: Path, *, rank: int | None = None) -> Archive:
     """
     where = path.name
     try:
+        if path.exists() and not path.is_file():
+            # A pipe would be waited for, and a device read without end.
+            raise ArchiveError(Problem("not-an-archive", where, "This is no regular file; put the rank's file here."))
         with path.open("rb") as file:
             status = os.fstat(file.fileno())
             source = SourceFile(path, status.st_size, status.st_mtime_ns, rank)

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from merger.checks import (
     Held,
     ReplicaPair,
-    all_replicas,
     check_agreement,
     check_census,
     check_cover,
@@ -21,8 +20,8 @@ from merger.checks import (
     placements_text,
     range_text,
     ranks_text,
+    replica_pairs,
     shape_text,
-    undecided_replicas,
 )
 from merger.dtypes import BY_NAME
 from merger.errors import Problem
@@ -268,7 +267,7 @@ WHOLE = ((0, 0), (2, 3))
 
 
 def test_replicas_with_equal_checksums_of_equal_records_are_decided() -> None:
-    assert undecided_replicas(stored((2, 3), chunk(*WHOLE, 0, crc32=CRC), chunk(*WHOLE, 1, crc32=CRC))) == []
+    assert replica_pairs(stored((2, 3), chunk(*WHOLE, 0, crc32=CRC), chunk(*WHOLE, 1, crc32=CRC))) == []
 
 
 def test_replicas_that_lie_at_other_places_of_their_files_are_decided_too() -> None:
@@ -277,20 +276,20 @@ def test_replicas_that_lie_at_other_places_of_their_files_are_decided_too() -> N
     moved = Chunk(
         moved.offsets, moved.sizes, moved.file, 640, moved.strides, Record("data/9", 640, moved.record.num_bytes, CRC)
     )
-    assert undecided_replicas(stored((2, 3), first, moved)) == []
+    assert replica_pairs(stored((2, 3), first, moved)) == []
 
 
 def test_replicas_with_other_checksums_of_records_that_hold_nothing_else_differ() -> None:
     """S5."""
     first, other = chunk(*WHOLE, 0, crc32=CRC), chunk(*WHOLE, 1, crc32=CRC + 1)
-    assert undecided_replicas(stored((2, 3), first, other)) == [ReplicaPair(first, other, "differ")]
+    assert replica_pairs(stored((2, 3), first, other)) == [ReplicaPair(first, other, "differ")]
 
 
 @pytest.mark.parametrize(("left", "right"), [(None, CRC), (CRC, None), (None, None)])
 def test_without_a_recorded_checksum_only_the_bytes_can_tell(left: int | None, right: int | None) -> None:
     """L14."""
     first, other = chunk(*WHOLE, 0, crc32=left), chunk(*WHOLE, 1, crc32=right)
-    assert undecided_replicas(stored((2, 3), first, other)) == [ReplicaPair(first, other, "unknown")]
+    assert replica_pairs(stored((2, 3), first, other)) == [ReplicaPair(first, other, "unknown")]
 
 
 @pytest.mark.parametrize(
@@ -322,18 +321,18 @@ def test_without_a_recorded_checksum_only_the_bytes_can_tell(left: int | None, r
 def test_checksums_prove_nothing_of_records_that_are_laid_out_otherwise_or_hold_more(
     first: Chunk, other: Chunk
 ) -> None:
-    assert undecided_replicas(stored((2, 3), first, other)) == [ReplicaPair(first, other, "unknown")]
+    assert replica_pairs(stored((2, 3), first, other)) == [ReplicaPair(first, other, "unknown")]
 
 
 def test_replicas_laid_out_alike_with_strides_are_decided_by_equal_checksums_only() -> None:
     same = [chunk(*WHOLE, rank, crc32=CRC, strides=(1, 2)) for rank in range(2)]
     other = chunk(*WHOLE, 2, crc32=CRC + 1, strides=(1, 2))
-    assert undecided_replicas(stored((2, 3), *same, other)) == [ReplicaPair(same[0], other, "unknown")]
+    assert replica_pairs(stored((2, 3), *same, other)) == [ReplicaPair(same[0], other, "unknown")]
 
 
 def test_padded_replicas_with_equal_checksums_are_decided() -> None:
     padded = [chunk(*WHOLE, rank, crc32=CRC, record_bytes=48) for rank in range(2)]
-    assert undecided_replicas(stored((2, 3), *padded)) == []
+    assert replica_pairs(stored((2, 3), *padded)) == []
 
 
 def test_every_replica_is_paired_with_the_first_of_its_rectangle() -> None:
@@ -345,13 +344,13 @@ def test_every_replica_is_paired_with_the_first_of_its_rectangle() -> None:
         ReplicaPair(high[0], high[1], "unknown"),
         ReplicaPair(low[0], low[2], "unknown"),
     ]
-    assert undecided_replicas(tensor) == expected
-    assert all_replicas(tensor) == expected
+    assert replica_pairs(tensor) == expected
+    assert replica_pairs(tensor, in_full=True) == expected
 
 
 def test_all_replicas_are_to_be_read_whatever_their_checksums_say() -> None:
     same = [chunk(*WHOLE, rank, crc32=CRC) for rank in range(2)]
-    assert all_replicas(stored((2, 3), *same)) == [ReplicaPair(same[0], same[1], "unknown")]
+    assert replica_pairs(stored((2, 3), *same), in_full=True) == [ReplicaPair(same[0], same[1], "unknown")]
 
 
 # words

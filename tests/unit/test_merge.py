@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -230,3 +231,59 @@ def test_faults_of_target_checkpoint_and_model_are_told_at_once(checkpoint: Path
     with pytest.raises(MergerError) as caught:
         merger.merge(checkpoint, out)
     assert [problem.kind for problem in caught.value.problems] == ["target-not-empty", "missing-ranks", "no-config"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dtype": "bf16"}, "dtype: 'bf16' is none of auto, keep, float32, float16, bfloat16"),
+        ({"unexpected": "foo"}, "unexpected: 'foo' is none of error, keep, drop"),
+        ({"workers": 0}, "workers: 0 is no positive number"),
+        ({"max_shard_size": -5}, "max_shard_size: -5 is no positive number of bytes"),
+        (
+            {"max_shard_size": "x"},
+            "max_shard_size: 'x' is no size; write a number of bytes, or one with a unit such as 5GB or 500MB",
+        ),
+        ({"shard_order": "foo"}, "shard_order: 'foo' is none of group, coordinate"),
+    ],
+)
+def test_an_option_without_meaning_is_refused(
+    options: dict[str, Any], message: str, checkpoint: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(MergerError) as caught:
+        merger.merge(checkpoint, tmp_path / "out", weights_only=True, **options)
+    assert str(caught.value) == message
+
+
+def test_the_folder_of_the_config_is_never_replaced_even_unread(checkpoint: Path) -> None:
+    side = checkpoint / "huggingface"
+    side.mkdir()
+    (side / "config.json").write_text("{}")
+    with pytest.raises(TargetError) as caught:
+        merger.merge(checkpoint, side, weights_only=True, overwrite=True)
+    assert str(caught.value) == f"{side}: is, or contains, what is to be read; choose another directory"
+    assert (side / "config.json").exists()
+
+
+@pytest.mark.parametrize(
+    "kept", ["global_step_200/actor/x", "checkpoint-5/x", "optim_world_size_2_rank_0.pt", ".git/x"]
+)
+def test_training_state_is_never_overwritten(kept: str, checkpoint: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    (out / kept).parent.mkdir(parents=True)
+    (out / kept).write_bytes(b"x")
+    (out / "config.json").write_text("{}")
+    with pytest.raises(TargetError) as caught:
+        merger.merge(checkpoint, out, weights_only=True, overwrite=True)
+    assert str(caught.value) == (
+        f"{out}: holds more than a model ({kept.split('/', maxsplit=1)[0]}), which --overwrite would delete; choose "
+        "another directory"
+    )
+    assert (out / kept).exists()
+
+
+def test_an_empty_state_dict_is_no_checkpoint(tmp_path: Path) -> None:
+    torch.save({}, tmp_path / "model_world_size_1_rank_0.pt")
+    with pytest.raises(CheckpointError) as caught:
+        merger.merge(tmp_path, tmp_path / "out", weights_only=True)
+    assert str(caught.value) == f"{tmp_path}: the rank files hold no tensor; the model was not saved"

@@ -269,14 +269,22 @@ def test_missing_tensors_are_refused_whatever_is_done_with_extra_ones(unexpected
     assert [problem.kind for problem in caught.value.problems] == ["missing-tensors"]
 
 
-@pytest.mark.parametrize("unexpected", ["error", "keep", "drop"])
+def test_names_that_the_class_ignores_are_kept_where_that_is_asked() -> None:
+    """Such as the layers for multi-token prediction, which are trained all the same."""
+    expected = architecture("w", ignore_unexpected=(r"mtp",))
+    outputs = choose(all_stored("mtp.w", "w"), expected, unexpected="keep")
+    assert names(outputs) == ["w", "mtp.w"]
+    assert (outputs.dropped, outputs.notes) == ((), ("not of TestForCausalLM, kept as asked: mtp.w",))
+
+
+@pytest.mark.parametrize("unexpected", ["error", "drop"])
 def test_names_that_the_class_ignores_are_left_out_and_it_is_said(unexpected: Unexpected) -> None:
     expected = architecture("w", ignore_unexpected=(r"rotary_emb\.inv_freq",))
     outputs = choose(all_stored("module.rotary_emb.inv_freq", "module.w"), expected, unexpected=unexpected)
     assert names(outputs) == ["w"]
     assert outputs.dropped == ("module.rotary_emb.inv_freq",)
     assert outputs.notes == (
-        "left out, as TestForCausalLM computes them itself: rotary_emb.inv_freq",
+        "left out, as TestForCausalLM does not read them: rotary_emb.inv_freq",
         "names stripped of wrappers: 1, such as module.w -> w",
     )
 

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import errno
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -27,6 +29,9 @@ def source(path: Path, data: bytes) -> SourceFile:
     return SourceFile(path, len(data), path.stat().st_mtime_ns, 0)
 
 
+ROOT = Path(__file__).parents[2]
+
+
 @pytest.fixture
 def many(tmp_path: Path) -> list[SourceFile]:
     """200 files that hold their own number, thrice."""
@@ -47,7 +52,10 @@ def read(reader: SourceReader, file: SourceFile, byte_offset: int, count: int) -
     return bytes(buffer)
 
 
-def test_no_more_than_64_files_are_open_however_many_are_read(many: list[SourceFile]) -> None:
+def test_no_more_files_are_open_than_may_be_however_many_are_read(
+    many: list[SourceFile], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reading, "MAX_OPEN_FILES", 64)
     before = open_descriptors()
     with SourceReader() as reader:
         for file in [*many, *many]:
@@ -55,7 +63,19 @@ def test_no_more_than_64_files_are_open_however_many_are_read(many: list[SourceF
         assert len(open_descriptors() - before) == 64
 
 
-def test_the_file_used_last_stays_open_and_the_one_not_used_longest_is_closed(many: list[SourceFile]) -> None:
+def test_the_limit_is_half_of_what_the_process_may_open() -> None:
+    program = (
+        "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256)); from merger import reading; "
+        "print(reading.MAX_OPEN_FILES)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout == "128\n"
+
+
+def test_the_file_used_last_stays_open_and_the_one_not_used_longest_is_closed(
+    many: list[SourceFile], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reading, "MAX_OPEN_FILES", 64)
     with SourceReader() as reader:
         for file in many[:64]:
             read(reader, file, 0, 1)

@@ -12,7 +12,17 @@ from hypothesis import strategies as st
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from merger.sharding import Holding, Mesh, Piece, Placement, holding, mesh_coordinate, shard_coordinate, unordered_axis
+from merger.sharding import (
+    Holding,
+    Mesh,
+    Piece,
+    Placement,
+    holding,
+    is_shard_order,
+    mesh_coordinates,
+    shard_coordinate,
+    unordered_axis,
+)
 
 ShardOrder = tuple[tuple[int, tuple[int, ...]], ...]
 
@@ -40,18 +50,35 @@ def nth_chunk(tensor: torch.Tensor, count: int, index: int, dim: int) -> torch.T
 def local_tensor(
     whole: torch.Tensor, mesh_shape: tuple[int, ...], placements: tuple[Placement, ...], coordinate: tuple[int, ...]
 ) -> torch.Tensor:
-    """What the rank at `coordinate` holds: mesh axes from left to right, each cutting what the last one left."""
-    local = whole
-    for size, placement, index in zip(mesh_shape, placements, coordinate, strict=True):
-        if placement.kind in ("replicate", "partial"):
-            continue
-        assert placement.dim is not None
-        parts = [
-            nth_chunk(part, size, index, placement.dim)
-            for part in local.chunk(placement.split_factor or 1, placement.dim)
+    """What the rank at `coordinate` holds: mesh axes from left to right, each cutting what the last one left.
+
+    But a strided shard whose factor is the number of pieces that the later axes make of its dim comes after them.
+    """
+    axes = [axis for axis, placement in enumerate(placements) if placement.kind in ("shard", "strided_shard")]
+
+    def comes_after(axis: int, later: list[int]) -> bool:
+        same = [other for other in later if placements[other].dim == placements[axis].dim]
+        plain = [
+            other
+            for other in same
+            if placements[other].kind == "shard" or comes_after(other, axes[axes.index(other) + 1 :])
         ]
-        local = torch.cat(parts, placement.dim)
-    return local
+        return plain == same and placements[axis].split_factor == prod(mesh_shape[other] for other in same)
+
+    def cut(local: torch.Tensor, todo: list[int]) -> torch.Tensor:
+        if not todo:
+            return local
+        axis, later = todo[0], todo[1:]
+        size, placement, index = mesh_shape[axis], placements[axis], coordinate[axis]
+        assert placement.dim is not None
+        if placement.kind == "shard":
+            return cut(nth_chunk(local, size, index, placement.dim), later)
+        if comes_after(axis, later):
+            return nth_chunk(cut(local, later), size, index, placement.dim)
+        parts = local.chunk(placement.split_factor or 1, placement.dim)
+        return cut(torch.cat([nth_chunk(part, size, index, placement.dim) for part in parts], placement.dim), later)
+
+    return cut(whole, axes)
 
 
 def assembled(whole: torch.Tensor, held: Holding) -> torch.Tensor:
@@ -133,9 +160,36 @@ def test_the_padded_size_is_the_same_on_every_rank_and_no_less_than_any_exact_on
     """S1."""
     shape, mesh_shape, placements = layout
     held = [holding(shape, mesh_shape, placements, coordinate) for coordinate in coordinates(mesh_shape)]
-    assert len({entry.padded_sizes for entry in held}) == 1
+    if all(placement.kind != "strided_shard" for placement in placements):
+        assert len({entry.padded_sizes for entry in held}) == 1
     for dim in range(len(shape)):
         assert all(entry.sizes[dim] <= entry.padded_sizes[dim] for entry in held)
+
+
+def test_tensor_parallel_rows_that_do_not_divide_are_cut_before_they_are_sharded() -> None:
+    """S10: 7 rows on dp=3 x tp=2: TP gives 4 and 3 rows, and each of these is dealt to three ranks."""
+    rows = {
+        coordinate: [
+            row
+            for piece in holding((7,), (3, 2), (strided(0, 2), shard(0)), coordinate).pieces
+            for row in range(piece.offsets[0], piece.offsets[0] + piece.sizes[0])
+        ]
+        for coordinate in coordinates((3, 2))
+    }
+    assert rows == {(0, 0): [0, 1], (1, 0): [2, 3], (2, 0): [], (0, 1): [4], (1, 1): [5], (2, 1): [6]}
+
+
+def test_nothing_is_known_of_padding_in_parts_that_later_axes_do_not_explain() -> None:
+    held = holding((6,), (2,), (strided(0, 2),), (1,))
+    assert (held.sizes, held.padded_sizes) == ((2,), (2,))
+
+
+def test_a_shard_order_must_name_the_axes_that_shard_each_dim() -> None:
+    placements = (shard(0), REPLICATE, shard(0), shard(1))
+    assert is_shard_order(((0, (2, 0)), (1, (3,))), placements)
+    assert not is_shard_order(((0, (2, 7)), (1, (3,))), placements)
+    assert not is_shard_order(((0, (2, 3)), (1, (0,))), placements)
+    assert not is_shard_order((), placements)
 
 
 @pytest.mark.parametrize("kinds", [("replicate", "shard"), ("partial", "shard")])
@@ -211,12 +265,6 @@ def test_where_a_placement_is_strided_the_mesh_axes_cut_from_left_to_right_whate
         assert holding((9, 2), (2, 2), placements, coordinate, ((0, (1, 0)),)) == plain
 
 
-def test_a_saved_order_of_other_mesh_axes_than_those_that_cut_is_passed_over() -> None:
-    assert holding((4,), (2, 2), (REPLICATE, shard(0)), (0, 1), ((0, (0,)),)) == holding(
-        (4,), (2, 2), (REPLICATE, shard(0)), (0, 1)
-    )
-
-
 MESHES = [
     pytest.param(Mesh((4,), (2, 0, 3, 1)), id="[2,0,3,1]"),
     pytest.param(Mesh((2, 2), (0, 2, 1, 3)), id="[[0,2],[1,3]]"),
@@ -229,8 +277,8 @@ MESHES = [
 def test_the_coordinate_of_a_rank_is_where_it_stands_in_the_mesh(mesh: Mesh) -> None:
     array = torch.tensor(mesh.ranks).view(mesh.shape)
     for rank in mesh.ranks:
-        assert mesh_coordinate(mesh, rank) == tuple((array == rank).nonzero()[0].tolist())
-    assert mesh_coordinate(mesh, 99) is None
+        assert mesh_coordinates(mesh)[rank] == tuple((array == rank).nonzero()[0].tolist())
+    assert set(mesh_coordinates(mesh)) == set(mesh.ranks)
 
 
 @pytest.mark.parametrize("mesh", MESHES)
@@ -238,8 +286,7 @@ def test_pieces_are_dealt_by_place_in_the_sorted_group_or_by_coordinate(mesh: Me
     """S22."""
     array = torch.tensor(mesh.ranks).view(mesh.shape)
     for rank in mesh.ranks:
-        coordinate = mesh_coordinate(mesh, rank)
-        assert coordinate is not None
+        coordinate = mesh_coordinates(mesh)[rank]
         by_group = []
         for axis in range(len(mesh.shape)):
             line = [slice(None) if other == axis else index for other, index in enumerate(coordinate)]

@@ -270,7 +270,21 @@ def test_a_file_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
     assert problem_of(tmp_path / "none.pt") == Problem(
         "unreadable", "none.pt", "The file cannot be read: No such file or directory."
     )
-    assert problem_of(tmp_path) == Problem("unreadable", tmp_path.name, "The file cannot be read: Is a directory.")
+
+
+@pytest.mark.parametrize("kind", ["directory", "pipe", "device"])
+def test_what_is_no_regular_file_is_neither_waited_for_nor_read_without_end(kind: str, tmp_path: Path) -> None:
+    """L2."""
+    path = tmp_path / "rank.pt"
+    if kind == "directory":
+        path.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to("/dev/zero")
+    assert problem_of(path) == Problem(
+        "not-an-archive", "rank.pt", "This is no regular file; put the rank's file here."
+    )
 
 
 # Archives that torch.save did not write.

@@ -106,6 +106,8 @@ def test_another_kind_of_type_is_a_difference(tmp_path: Path) -> None:
         (torch.tensor([float("inf")]), torch.tensor([float("-inf")]), "differs"),
         (torch.tensor([0.0]), torch.tensor([-0.0]), "close"),
         (torch.tensor([2**53], dtype=torch.int64), torch.tensor([2**53 + 1], dtype=torch.int64), "differs"),
+        (torch.tensor([-(2**63)], dtype=torch.int64), torch.tensor([0], dtype=torch.int64), "differs"),
+        (torch.tensor([2**63 + 1], dtype=torch.uint64), torch.tensor([2**63], dtype=torch.uint64), "differs"),
         (torch.tensor([True, False]), torch.tensor([True, True]), "differs"),
         (torch.tensor([1 + 1j]), torch.tensor([1 - 1j]), "differs"),
         (torch.zeros(0, 3), torch.zeros(0, 3), "equal"),

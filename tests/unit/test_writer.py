@@ -528,7 +528,8 @@ def test_an_index_that_does_not_read_back_is_refused(tmp_path: Path) -> None:
 
 
 MEASURE = """
-import json, os, sys
+import json, os, resource, sys
+resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128))
 from pathlib import Path
 from merger.dtypes import BY_NAME
 from merger.plan import OutputTensor, plan_output

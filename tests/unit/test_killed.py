@@ -39,9 +39,10 @@ from merger.cli import main
 
 CHANGES = {"os.mkdir", "os.remove", "os.rename", "os.rmdir", "os.truncate", "shutil.rmtree"}
 steps = 0
+sent = False
 
 def watch(event, arguments):
-    global steps
+    global steps, sent
     is_open = event == "open"
     if wanted == "copying":
         now = is_open and threading.current_thread() is not threading.main_thread()
@@ -50,7 +51,8 @@ def watch(event, arguments):
         now = str(steps) == wanted
     else:
         now = False
-    if now:
+    if now and not sent:
+        sent = True
         os.kill(os.getpid(), number)
 
 sys.addaudithook(watch)

@@ -1,4 +1,4 @@
-"""CRC-32 of bytes that stream by, at the speed of the fastest library at hand."""
+"""CRC-32 of bytes that stream by, at several GB/s, and what to say where it is not the recorded one."""
 
 from __future__ import annotations
 

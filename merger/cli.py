@@ -1,6 +1,7 @@
 """The command line: parses, calls one public function, prints what it returns. No logic.
 
-Exit codes: 0 done, 1 differences found, 2 bad input or target, 130 on Ctrl-C, 143 on SIGTERM.
+Exit codes: 0 done, 1 differences found, 2 bad input or target, or faults found by `inspect`, 130 on Ctrl-C, 143 on
+SIGTERM or SIGHUP.
 """
 
 from __future__ import annotations
@@ -123,9 +124,16 @@ def _verify(options: argparse.Namespace) -> int:
 
 def _print(options: argparse.Namespace, report: Any, text: str) -> None:  # noqa: ANN401 - any of the reports
     if options.json:
-        print(json.dumps(_plain(report), indent=2, default=str))
-    elif not getattr(options, "quiet", False):
-        print(text)
+        text = json.dumps(_plain(report), indent=2, default=str)
+    elif getattr(options, "quiet", False):
+        return
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise OSError(f"all is done, but the report could not be printed ({reason})") from error
 
 
 def _plain(report: Any) -> dict[str, Any]:  # noqa: ANN401 - any of the reports
@@ -192,7 +200,7 @@ def _add_merge(parser: argparse.ArgumentParser) -> None:
         "--max-shard-size", type=_size, default="5GB", metavar="SIZE", help="most bytes per weight file (5GB)"
     )
     parser.add_argument("--overwrite", action="store_true", help="replace a model that is at OUT, as a whole")
-    parser.add_argument("--dry-run", action="store_true", help="check and plan everything, write nothing")
+    parser.add_argument("--dry-run", action="store_true", help="check all that headers tell and plan, write nothing")
     parser.add_argument("--config", type=Path, metavar="DIR", help="folder with config.json and tokenizer")
     parser.add_argument("--weights-only", action="store_true", help="merge without config.json or any check against it")
     parser.add_argument(

@@ -20,7 +20,7 @@ from merger.huggingface.expected import Architecture, expected_architecture, gen
 from merger.huggingface.outputs import Outputs, Unexpected, choose_outputs, main_dtype
 from merger.huggingface.side_files import SideFiles, config_bytes, copy_side_files, output_config, plan_side_files
 from merger.plan import OutputTensor, Plan, parse_size, plan_output
-from merger.publish import check_target, published
+from merger.publish import check_room, check_target, published
 from merger.reading import SourceReader
 from merger.sharding import DealOrder
 from merger.sources import read_checkpoint
@@ -86,7 +86,7 @@ def merge(
             Integers and bools never are, nor what the architecture keeps in float32.
         max_shard_size: The most bytes of tensor data per output file, as a number or as "5GB".
         overwrite: Whether a model that is at `output` is replaced, as a whole.
-        dry_run: Do everything but write.
+        dry_run: Check all that headers tell, the target and its room, and plan; read and write no weights.
         world_size: Which set of rank files is meant, where the folder holds several.
         config: The folder with config.json and the tokenizer, where it is not `huggingface/` in the checkpoint.
         weights_only: Merge without a config, and without checking names and shapes against an architecture.
@@ -98,7 +98,8 @@ def merge(
         progress: Called with (bytes written so far, bytes in all), from any thread, one call at a time.
 
     Raises:
-        MergerError: With all that is wrong with the checkpoint, the model or the target. Nothing was written then.
+        MergerError: With all that is wrong with the checkpoint, the model, the target or the options. Nothing is left
+            at the target then that was not there before.
     """
     limit = _checked_options(dtype, unexpected, max_shard_size, workers)
     source = read_checkpoint(Path(checkpoint), world_size=world_size, shard_order=shard_order)
@@ -128,7 +129,9 @@ def merge(
     )
     side_files, replaced, notes = _plan_side_files(config_dir, target, outputs)
     notes = (*source.notes, *outputs.notes, *notes)
-    if not dry_run:
+    if dry_run:
+        check_room(target, plan_bytes(plan) + side_files.num_bytes)
+    else:
         with published(target, plan_bytes(plan) + side_files.num_bytes, overwrite=overwrite) as staging:
             written = write_plan(
                 plan,

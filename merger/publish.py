@@ -87,6 +87,17 @@ def _training_state(target: Path) -> str | None:
     return None
 
 
+def check_room(target: Path, num_bytes: int) -> None:
+    """Raises `TargetError` unless the place where `target` would be made can be written and has `num_bytes` free."""
+    parent = Path(os.path.abspath(target)).parent  # noqa: PTH100 - as `published` has it
+    with _naming(target):
+        while not parent.exists():
+            parent = parent.parent
+        if not os.access(parent, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    _check_space(parent, target, num_bytes)
+
+
 @contextmanager
 def published(target: Path, num_bytes: int, *, overwrite: bool) -> Iterator[Path]:
     """Yields an empty directory beside `target`, which becomes `target` when the block ends without an error.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import shutil
 import subprocess
@@ -217,3 +218,40 @@ def test_a_missing_rank_is_listed_with_where_it_may_be(tmp_path: Path, capsys: p
 def test_what_a_terminal_would_obey_is_shown_escaped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", str(tmp_path / "\x1b[2Jnone")]) == 2
     assert capsys.readouterr().err == f"merger: error: {tmp_path}/\\x1b[2Jnone: does not exist\n"
+
+
+def test_a_report_that_cannot_be_printed_is_not_taken_for_a_failed_merge(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "merger", "merge", str(CHECKPOINT), str(tmp_path / "out"), "--weights-only"]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False, cwd=ROOT)
+    assert done.stderr == (
+        "merger: error: all is done, but the report could not be printed (No space left on device)\n"
+    )
+    assert (tmp_path / "out" / "model.safetensors").exists()
+
+
+def test_an_output_encoding_that_lacks_a_letter_is_no_error(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "merger", "merge", str(CHECKPOINT), str(tmp_path / "\u00fc"), "--weights-only"]
+    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, env=environment)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "\\xfc" in done.stdout
+
+
+def test_options_that_contradict_each_other_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, message in (
+        (["merge", "a", "b", "--config", "c", "--weights-only"], "--config and --weights-only exclude each other"),
+        (
+            ["merge", "a", "b", "--local_dir", "c"],
+            "give CKPT and OUT once: as they are, or by --local_dir and --target_dir",
+        ),
+    ):
+        with pytest.raises(SystemExit):
+            main(arguments)
+        assert capsys.readouterr().err.splitlines()[-1].endswith(message)
+
+
+def test_an_inspection_that_finds_faults_exits_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copy(CHECKPOINT / "model_world_size_4_rank_0.pt", tmp_path)
+    assert main(["inspect", str(tmp_path)]) == 2
+    assert "1 fault; it cannot be merged as it is:" in capsys.readouterr().out

@@ -287,3 +287,12 @@ def test_an_empty_state_dict_is_no_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError) as caught:
         merger.merge(tmp_path, tmp_path / "out", weights_only=True)
     assert str(caught.value) == f"{tmp_path}: the rank files hold no tensor; the model was not saved"
+
+
+def test_a_dry_run_checks_the_room_too(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """L9."""
+    monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": 1000}))
+    with pytest.raises(TargetError) as caught:
+        merger.merge(checkpoint, tmp_path / "a" / "out", weights_only=True, dry_run=True)
+    assert str(caught.value).endswith("but only 1,000 are free there; make room, or choose another disk")
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]

@@ -241,4 +241,7 @@ def _check_bounds(sizes: tuple[int, ...], strides: tuple[int, ...], offset: int,
             f"its shape {sizes}, stride {strides} and offset {offset} leave its storage of {num_elements} elements"
         )
     if not empty and prod(sizes) > num_elements:
-        raise MalformedError(f"its shape {sizes} has more elements than its storage of {num_elements}")
+        raise MalformedError(
+            f"its shape {sizes} has more elements than its storage of {num_elements}; if it is an expanded view, save "
+            "it with .contiguous()"
+        )

@@ -263,7 +263,10 @@ def test_a_lazily_conjugated_tensor_is_refused(tmp_path: Path) -> None:
 
 def test_a_tensor_with_more_elements_than_its_storage_is_refused(tmp_path: Path) -> None:
     assert problem_of({"x": torch.ones(1).expand(1000)}, tmp_path / "x.pt") == Problem(
-        "bad-tensor", "x.pt", "x: its shape (1000,) has more elements than its storage of 1."
+        "bad-tensor",
+        "x.pt",
+        "x: its shape (1000,) has more elements than its storage of 1; if it is an expanded view, save it with "
+        ".contiguous().",
     )
 
 

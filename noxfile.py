@@ -8,6 +8,7 @@ Arguments after `--` go to the tool: `nox -s unit -- -k sharding`. A path among 
 """
 
 import argparse
+import os
 from pathlib import Path
 
 import nox
@@ -84,6 +85,53 @@ def fuzz(session: nox.Session) -> None:
     session.env["MERGER_FUZZ_MINUTES"] = f"{options.minutes:g}"
     properties = ("-m", "hypothesis", "--hypothesis-profile=fuzz")
     run_module(session, "pytest", *WORKERS, *properties, *default_path("tests", posargs), *posargs)
+
+
+# verl asks for much that its merger never imports, so its own requirements are not followed.
+VERL = "verl==0.9.1"
+VERL_NEEDS = (
+    *("torch==2.13.0", "transformers>=5.5.3,<5.11", "accelerate", "peft", "tensordict>=0.8,<=0.10", "hydra-core"),
+    *("omegaconf", "codetiming", "ray", "numpy", "safetensors", "tokenizers"),
+)
+VERSIONS = (
+    'import importlib.metadata as m; print(f\'torch {m.version("torch")}, transformers {m.version("transformers")}\')'
+)
+PAGE = "docs/conformance.md"
+
+
+@nox.session(requires=["dev"])
+def conformance(session: nox.Session) -> None:
+    """Judge this merger and verl's on every case, and write both columns into docs/conformance.md."""
+    session.install("--no-deps", VERL)
+    session.install(*VERL_NEEDS)
+    folder = Path(session.create_tmp()).resolve()
+    dev = session.env_dir.parent / "dev" / "bin"
+    own = ("--command", "merger merge {ckpt} {out}")
+    own_weights = ("--weights-only-command", "merger merge --weights-only {ckpt} {out}")
+    verl = ("--command", "python -m verl.model_merger merge --backend fsdp --local_dir {ckpt} --target_dir {out}")
+    for name, programs, words in (("merger", dev, (*own, *own_weights)), (VERL, Path(session.bin), verl)):
+        told = session.run(programs / "python", "-c", VERSIONS, silent=True, external=True)
+        title = f"{name.replace('==', ' ')} ({str(told).strip()})"
+        # The judge runs in one environment, the merger that it starts in another: the first on the path.
+        path = f"{programs}{os.pathsep}{os.environ['PATH']}"
+        session.run(
+            *(dev / "python", "-m", "fixtures", "judge", *words, "--name", title, "--json", folder / f"{name}.json"),
+            *("--limit", "600"),  # that the machine is busy is not the merger's fault
+            *session.posargs,
+            env={**TEST_ENVIRONMENT, "PATH": path},
+            external=True,
+            success_codes=[0, 1],  # a merger that is wrong is a finding, not a failure
+        )
+    if "--cases" not in session.posargs:
+        columns = (folder / "merger.json", folder / f"{VERL}.json")
+        session.run(dev / "python", "-m", "fixtures", "scores", PAGE, *columns, external=True)
+
+
+@nox.session(venv_backend="none", requires=["dev"])
+def mutants(session: nox.Session) -> None:
+    """Change the merger in telling ways and show that the suite fails for each: nox -s mutants -- checksums."""
+    python = session.env_dir.parent / "dev" / "bin" / "python"
+    session.run(python, "tests/mutants.py", *session.posargs, env=TEST_ENVIRONMENT)
 
 
 def run_module(session: nox.Session, module: str, *arguments: str) -> None:

@@ -374,7 +374,7 @@ def test_list_names_every_case(capsys: pytest.CaptureFixture[str]) -> None:
 def test_make_refuses_an_unknown_case_and_says_what_is_near(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["make", "qwen-fp32-w4", str(tmp_path / "out")]) == 2
     assert capsys.readouterr().err == (
-        "error: there is no case named qwen-fp32-w4. Did you mean qwen2-fp32-w4 or qwen2-fp32-w3 or qwen2-fp32-w2?\n"
+        "error: there is no case named qwen-fp32-w4. Did you mean qwen2-fp32-w4 or qwen2-fp32-w8 or qwen2-fp32-w3?\n"
     )
     assert main(["make", "zzz", str(tmp_path / "out")]) == 2
     assert capsys.readouterr().err == (

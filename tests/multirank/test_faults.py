@@ -262,7 +262,7 @@ REFUSED: dict[str, tuple[type[MergerError], str]] = {
     "unknown_class": (
         CheckpointError,
         (
-            "model_world_size_4_rank_1.pt: data.pkl asks for fixtures.fault_states.NotOnAnyList, which is not among "
+            "model_world_size_4_rank_1.pt: data.pkl asks for trainer_of_somebody.NotOnAnyList, which is not among "
             "the classes that sharded checkpoints are made of. Nothing of it was run. If you trust the origin of this "
             "file, save it again with tensors only."
         ),

@@ -228,7 +228,7 @@ def test_a_hostile_pickle_runs_its_command_where_nobody_stops_it(copy_of: CopyOf
 def test_an_unknown_class_is_named_in_the_pickle(checkpoint: CopyOf) -> None:
     """L11."""
     path = broken(checkpoint, "unknown_class") / BASE_NAMES[1]
-    assert b"cfixtures.fault_states\nNotOnAnyList\n" in zipfile.ZipFile(path).read(f"{path.stem}/data.pkl")
+    assert b"ctrainer_of_somebody\nNotOnAnyList\n" in zipfile.ZipFile(path).read(f"{path.stem}/data.pkl")
 
 
 def test_old_files_are_not_archives_and_unchecked_ones_have_zeros_for_checksums(checkpoint: CopyOf) -> None:

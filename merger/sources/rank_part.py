@@ -1,0 +1,240 @@
+"""What the file of one rank contributes: of every tensor in it, the rectangles that the rank holds and where they lie.
+
+Everything that can be told of a file without its siblings is told here, so that files can be read in any order and in
+any process. Whether the parts of all ranks make one checkpoint is for `rank_files` to say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TypeAlias
+
+from merger.checks import Held, placements_text, range_text, shape_text
+from merger.errors import Problem
+from merger.sharding import (
+    DealOrder,
+    Holding,
+    holding,
+    is_shard_order,
+    mesh_coordinates,
+    shard_coordinate,
+    unordered_axis,
+)
+from merger.sources.dtensor import DTensor, PlainTensor, ShardedTensorEntry
+from merger.sources.torch_zip import Archive, read_archive
+from merger.tensors import Chunk, SourceFile
+
+# A rectangle, and how its elements lie in the rank's local tensor: offsets and sizes in the global tensor, strides in
+# elements, and how many bytes its first element lies behind that of the local tensor.
+_Place: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What a rank's file has under one name.
+
+    `held` is None for what is no tensor, of which `other` names the type, and for tensors that cannot be read.
+    `chunks` are the rectangles that the rank holds: none where its piece is empty, or where `problem` says why they
+    cannot be told.
+    """
+
+    held: Held | None
+    chunks: tuple[Chunk, ...]
+    problem: Problem | None = None
+    other: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RankPart:
+    """A rank's file: its parts by name in the order of their saving, and what is wrong with it as a whole.
+
+    `checksums` is False where the file was saved without.
+    """
+
+    file: SourceFile
+    checksums: bool
+    parts: dict[str, Part]
+    problems: tuple[Problem, ...]
+
+
+def read_rank_part(path: Path, rank: int, shard_order: DealOrder | None) -> RankPart:
+    """Reads the headers of the file that is that of `rank` by its name.
+
+    Raises:
+        ArchiveError: it cannot be read; see `read_archive`.
+    """
+    archive = read_archive(path, rank=rank)
+    parts = _Parts(archive.file, shard_order)
+    by_name = {fqn: parts.part(fqn, entry) for fqn, entry in archive.entries.items()}
+    return RankPart(archive.file, archive.checksums, by_name, _check_rank(archive))
+
+
+class _Parts:
+    """The parts of one file. Its tensors are many and their layouts few: what follows from a layout is kept."""
+
+    def __init__(self, file: SourceFile, shard_order: DealOrder | None) -> None:
+        self._file = file
+        self._shard_order = shard_order
+        # By what they follow from; element types and meshes by identity, since the entries of a file share theirs.
+        self._known: dict[object, tuple[Held, tuple[_Place, ...] | Problem]] = {}
+
+    def part(self, fqn: str, entry: object) -> Part:
+        """What the file has under the name `fqn`."""
+        if isinstance(entry, ShardedTensorEntry):
+            return Part(None, (), _unsupported(fqn))
+        if not isinstance(entry, PlainTensor | DTensor):
+            return Part(None, (), other=type(entry).__name__)
+        local = entry.local
+        layout: tuple[object, ...] = (local.sizes, local.strides, id(local.dtype))
+        if isinstance(entry, DTensor):
+            layout += (entry.shape, id(entry.dtype), id(entry.mesh), entry.placements, entry.shard_order)
+        known = self._known.get(layout)
+        if known is None:
+            known = self._known[layout] = self._held(entry), self._places(entry)
+        held, places = known
+        if isinstance(places, Problem):
+            return Part(held, (), replace(places, where=f"{places.where}{fqn}"))
+        file, start, record = self._file, local.byte_offset, local.record
+        # The same integer object where it can be: half a million of these are kept for a large checkpoint.
+        return Part(
+            held,
+            tuple(
+                [
+                    Chunk(offsets, sizes, file, start + behind if behind else start, strides, record)
+                    for offsets, sizes, strides, behind in places
+                ]
+            ),
+        )
+
+    def _held(self, entry: PlainTensor | DTensor) -> Held:
+        assert self._file.rank is not None, "rank files have ranks"
+        if isinstance(entry, PlainTensor):
+            return Held(self._file.rank, entry.local.dtype, entry.local.sizes, None, ())
+        return Held(self._file.rank, entry.dtype, entry.shape, entry.mesh, entry.placements)
+
+    def _places(self, entry: PlainTensor | DTensor) -> tuple[_Place, ...] | Problem:
+        """The rectangles of a tensor that the rank holds, or why they cannot be told, without the tensor's name."""
+        local = entry.local
+        if isinstance(entry, PlainTensor):
+            return () if 0 in local.sizes else (((0,) * len(local.sizes), local.sizes, local.strides, 0),)
+        rank, shard_order = self._file.rank, self._shard_order
+        assert rank is not None, "rank files have ranks"
+        mesh, placements = entry.mesh, entry.placements
+        coordinate = mesh_coordinates(mesh).get(rank)
+        if coordinate is None:
+            # A rank outside a tensor's mesh keeps an empty stand-in under its name.
+            return ()
+        partial = next((axis for axis, placement in enumerate(placements) if placement.kind == "partial"), None)
+        if partial is not None:
+            return _partial(entry, partial)
+        axis = unordered_axis(mesh, placements)
+        if axis is not None and shard_order is None:
+            return _unordered(entry, axis)
+        if entry.shard_order is not None and not is_shard_order(entry.shard_order, placements):
+            return _bad_shard_order(entry)
+        dealt = shard_coordinate(mesh, coordinate, shard_order) if axis is not None and shard_order else coordinate
+        held = holding(entry.shape, mesh.shape, placements, dealt, entry.shard_order)
+        if (fault := _check_local(entry, rank, held)) is not None:
+            return fault
+        return tuple(
+            (piece.offsets, piece.sizes, local.strides, entry.dtype.itemsize * _dot(piece.local_offsets, local.strides))
+            for piece in held.pieces
+        )
+
+
+def _dot(offsets: Sequence[int], strides: Sequence[int]) -> int:
+    return sum(offset * stride for offset, stride in zip(offsets, strides, strict=True))
+
+
+def _check_rank(archive: Archive) -> tuple[Problem, ...]:
+    """Whether a file is that of the rank in its name (FAULTS S8): every mesh in it says who saved it."""
+    for entry in archive.entries.values():
+        if not isinstance(entry, DTensor):
+            continue
+        if entry.rank is not None and entry.rank != archive.file.rank:
+            return (
+                Problem(
+                    "wrong-rank",
+                    archive.file.path.name,
+                    f"was saved by rank {entry.rank}, but its name says rank {archive.file.rank}; it was renamed or "
+                    f"copied over: restore the file that rank {archive.file.rank} saved",
+                ),
+            )
+    return ()
+
+
+def _check_local(entry: DTensor, rank: int, held: Holding) -> Problem | None:
+    """Whether the local tensor has the size that its placements say, exactly or padded to the first rank's."""
+    sizes = entry.local.sizes
+    if entry.local.dtype != entry.dtype:
+        return Problem(
+            "dtype-mismatch",
+            f"rank {rank}: ",
+            f"the local tensor is {entry.local.dtype}, the DTensor says {entry.dtype}; the file is damaged",
+        )
+    fits = len(sizes) == len(held.sizes) and all(
+        size in (exact, padded) for size, exact, padded in zip(sizes, held.sizes, held.padded_sizes, strict=True)
+    )
+    if fits:
+        return None
+    where = ", ".join(range_text(piece.offsets, piece.sizes) for piece in held.pieces) or "nothing"
+    return Problem(
+        "local-size",
+        f"rank {rank}: ",
+        f"holds a local tensor of shape {shape_text(sizes)}, but of shape {shape_text(entry.shape)} with placements "
+        f"{placements_text(entry.placements)} this rank has {where}, shape {shape_text(held.sizes)}; "
+        "the checkpoint would have holes or shifted rows: save it again",
+    )
+
+
+def _partial(entry: DTensor, axis: int) -> Problem:
+    return Problem(
+        "partial",
+        "",
+        f"is {entry.placements[axis]} on mesh {_axis_text(entry, axis)}: each rank holds a summand, not the value; "
+        "redistribute it to Replicate() or Shard() before saving",
+    )
+
+
+def _unordered(entry: DTensor, axis: int) -> Problem:
+    mesh = _mesh_text(entry.mesh.shape, entry.mesh.ranks)
+    return Problem(
+        "shard-order",
+        "",
+        f"is sharded along mesh {_axis_text(entry, axis)}, where ranks do not ascend (mesh {mesh}); fully_shard deals "
+        "pieces by the rank's place in its group, distribute_tensor by mesh coordinate, and the file does not say "
+        "which: use --shard-order group for a model sharded by fully_shard, coordinate for the other",
+    )
+
+
+def _axis_text(entry: DTensor, axis: int) -> str:
+    names = entry.mesh.axis_names
+    return f"axis {axis}" if names is None else f"axis {axis} ({names[axis]})"
+
+
+def _bad_shard_order(entry: DTensor) -> Problem:
+    return Problem(
+        "bad-shard-order",
+        "",
+        f"records that its dims are cut in the order {entry.shard_order}, which does not fit its placements "
+        f"{placements_text(entry.placements)}; the file was not written by torch.save of a DTensor, or is damaged",
+    )
+
+
+def _unsupported(fqn: str) -> Problem:
+    return Problem(
+        "sharded-tensor",
+        fqn,
+        "is a ShardedTensor (FSDP1 without a device mesh), which this version does not read; pass a device_mesh to "
+        "FullyShardedDataParallel and save again, or save a full state dict",
+    )
+
+
+def _mesh_text(shape: Sequence[int], ranks: Sequence[int]) -> str:
+    if len(shape) == 1:
+        return f"[{', '.join(map(str, ranks))}]"
+    step = len(ranks) // shape[0]
+    rows = (_mesh_text(shape[1:], ranks[start : start + step]) for start in range(0, len(ranks), step))
+    return f"[{', '.join(rows)}]"

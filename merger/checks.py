@@ -16,7 +16,15 @@ from typing import Literal
 from merger.dtypes import DType
 from merger.errors import Problem
 from merger.sharding import Mesh, Placement
-from merger.tensors import Chunk, StoredTensor, distinct_chunks, intersection, is_contiguous
+from merger.tensors import (
+    Chunk,
+    Computation,
+    SourceFile,
+    StoredTensor,
+    distinct_chunks,
+    intersection,
+    is_contiguous,
+)
 
 # A tensor that is cut wrongly tends to be so in every layer: past this many, the rest are counted only.
 MAX_LISTED = 8
@@ -220,9 +228,25 @@ def placements_text(placements: Sequence[Placement]) -> str:
     return f"({', '.join(map(str, placements))})"
 
 
+def axis_text(mesh: Mesh | None, axis: int) -> str:
+    """A mesh axis for people: "axis 0 (fsdp)"; "axis 0" where axes have no names."""
+    assert mesh is not None, "what has placements has a mesh"
+    return f"axis {axis}" if mesh.axis_names is None else f"axis {axis} ({mesh.axis_names[axis]})"
+
+
 def _held_by(chunk: Chunk) -> str:
-    owner = chunk.file.path.name if chunk.file.rank is None else f"rank {chunk.file.rank}"
+    if isinstance(chunk.file, Computation):
+        owner = f"what is computed of {chunk.file.fqn}"
+    else:
+        owner = chunk.file.path.name if chunk.file.rank is None else f"rank {chunk.file.rank}"
     return f"{range_text(chunk.offsets, chunk.sizes)} of {owner}"
+
+
+def rank_of(chunk: Chunk) -> int:
+    """The rank that saved a chunk of a rank file."""
+    assert isinstance(chunk.file, SourceFile), "what is computed was saved by no rank"
+    assert chunk.file.rank is not None, "rank files have ranks"
+    return chunk.file.rank
 
 
 def _first_overlap(chunks: Sequence[Chunk]) -> tuple[Chunk, Chunk] | None:

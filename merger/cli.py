@@ -91,6 +91,7 @@ def _merge(options: argparse.Namespace) -> int:
             checksum=not options.no_checksum,
             check_replicas=options.check_replicas,
             shard_order=options.shard_order,
+            reduce_partial=options.reduce_partial,
             workers=options.workers,
             progress=progress,
         )
@@ -100,7 +101,11 @@ def _merge(options: argparse.Namespace) -> int:
 
 def _inspect(options: argparse.Namespace) -> int:
     report = merger.inspect(
-        options.checkpoint, tensors=options.tensors, world_size=options.world_size, shard_order=options.shard_order
+        options.checkpoint,
+        tensors=options.tensors,
+        world_size=options.world_size,
+        shard_order=options.shard_order,
+        reduce_partial=options.reduce_partial,
     )
     _print(options, report, terminal.inspect_text(report))
     return _BAD_INPUT if report.problems else _OK
@@ -117,6 +122,7 @@ def _verify(options: argparse.Namespace) -> int:
         rtol=options.rtol,
         world_size=options.world_size,
         shard_order=options.shard_order,
+        reduce_partial=options.reduce_partial,
     )
     _print(options, report, terminal.verify_text(report))
     return _OK if report.is_equal else _DIFFERENT
@@ -245,6 +251,9 @@ def _add_source_options(parser: argparse.ArgumentParser) -> None:
         "--shard-order",
         choices=["group", "coordinate"],
         help="how pieces were dealt where ranks do not ascend along a mesh axis",
+    )
+    parser.add_argument(
+        "--reduce-partial", action="store_true", help="reduce over the ranks what was saved before its reduction"
     )
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
 

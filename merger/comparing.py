@@ -9,7 +9,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from merger.checks import ReplicaPair, compare_recorded, ranks_text
+from merger.checks import ReplicaPair, compare_recorded, rank_of, ranks_text
 from merger.dtypes import DType
 from merger.errors import Problem
 from merger.reading import SourceReader, read_bands
@@ -65,16 +65,14 @@ def differing_replicas(reader: SourceReader, tensor: StoredTensor, pairs: Sequen
         difference = first_difference(reader, _alone(tensor, pair.first), _alone(tensor, pair.other))
         if difference is None:
             continue
-        assert pair.first.file.rank is not None, "replicas are saved by ranks"
-        assert pair.other.file.rank is not None, "replicas are saved by ranks"
         index = tuple(offset + position for offset, position in zip(pair.first.offsets, difference.index, strict=True))
         problems.append(
             Problem(
                 "replicas-differ",
                 tensor.fqn,
                 f"should be the same on all ranks that hold it, but at [{', '.join(map(str, index))}] "
-                f"{ranks_text([pair.first.file.rank])} has {difference.first} and "
-                f"{ranks_text([pair.other.file.rank])} has {difference.other}; "
+                f"{ranks_text([rank_of(pair.first)])} has {difference.first} and "
+                f"{ranks_text([rank_of(pair.other)])} has {difference.other}; "
                 "the files are not of one run and one step, or the ranks went apart in training",
             )
         )

@@ -24,7 +24,7 @@ from merger.publish import check_room, check_target, published
 from merger.reading import SourceReader
 from merger.sharding import DealOrder
 from merger.sources import read_checkpoint
-from merger.tensors import StoredTensor
+from merger.tensors import StoredTensor, in_files
 from merger.writer import check_written, write_plan
 
 DTypeChoice: TypeAlias = Literal["auto", "keep", "float32", "float16", "bfloat16"]
@@ -74,6 +74,7 @@ def merge(
     checksum: bool = True,
     check_replicas: bool = False,
     shard_order: DealOrder | None = None,
+    reduce_partial: bool = False,
     workers: int | None = None,
     progress: Progress | None = None,
 ) -> MergeReport:
@@ -94,6 +95,8 @@ def merge(
         checksum: Whether the CRC-32 of all that is copied is verified.
         check_replicas: Whether replicas are read and compared in full, not only by their recorded CRC-32.
         shard_order: How pieces were dealt along mesh axes whose ranks do not ascend.
+        reduce_partial: Whether a tensor that was saved before its reduction over the ranks (a `Partial` placement) is
+            reduced now, as the placement says.
         workers: How many threads copy.
         progress: Called with (bytes written so far, bytes in all), from any thread, one call at a time.
 
@@ -102,7 +105,9 @@ def merge(
             at the target then that was not there before.
     """
     limit = _checked_options(dtype, unexpected, max_shard_size, workers)
-    source = read_checkpoint(Path(checkpoint), world_size=world_size, shard_order=shard_order)
+    source = read_checkpoint(
+        Path(checkpoint), world_size=world_size, shard_order=shard_order, reduce_partial=reduce_partial
+    )
     config_dir = None if weights_only else Path(config) if config is not None else source.config_dir
     target = Path(output)
     # The folder of the config is the checkpoint's, and not to be replaced, whether or not this merge reads it.
@@ -200,7 +205,8 @@ def _check_bytes(reader: SourceReader, source: Checkpoint, *, in_full: bool) -> 
     for tensor in source.tensors.values():
         if tensor.fqn in at_fault:
             continue
-        problems += differing_replicas(reader, tensor, replica_pairs(tensor, in_full=in_full))
+        for stored in in_files(tensor):
+            problems += differing_replicas(reader, stored, replica_pairs(stored, in_full=in_full))
     if problems:
         raise CheckpointError(limit_problems(problems))
 

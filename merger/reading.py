@@ -1,7 +1,8 @@
 """Reads rectangles of stored tensors in bounded memory: the one room that opens source files for their data.
 
-Files are read by offset, never mapped, so that memory does not grow with what is read. numpy is imported on first use:
-commands that read no data start without it.
+What lies in no file but is computed from others is computed band by band, as it is asked for. Files are read by offset,
+never mapped, so that memory does not grow with what is read. numpy is imported on first use: commands that read no data
+start without it.
 """
 
 from __future__ import annotations
@@ -9,14 +10,26 @@ from __future__ import annotations
 import os
 import resource
 import threading
+from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache, partial
 from math import prod
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from merger.computing import band_grid, compute_band
 from merger.errors import ArchiveError, Problem
-from merger.tensors import Chunk, SourceFile, StoredTensor, bands, distinct_chunks, intersection, row_major_strides
+from merger.tensors import (
+    Chunk,
+    Computation,
+    SourceFile,
+    StoredTensor,
+    bands,
+    distinct_chunks,
+    intersection,
+    row_major_strides,
+)
 
 if TYPE_CHECKING:
     import numpy as np
@@ -26,6 +39,9 @@ if TYPE_CHECKING:
 # Source files kept open at once: half of what the process may open, the rest is left to others. On a network disk each
 # opening is a round trip, so all ranks that a tensor comes from should fit.
 MAX_OPEN_FILES = max(16, min(1024, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2))
+# How much of what was computed is kept, for all threads together: enough for each to go on where it was, and to gather
+# the transpose of a matrix of some 10 million elements without computing it once per row.
+_MAX_COMPUTED_BYTES = 64 << 20
 # How much of a source may be read to gather a strided rectangle, as a multiple of the bytes wanted, before it is
 # read in smaller pieces instead.
 _MAX_READ_AMPLIFICATION = 4
@@ -41,6 +57,8 @@ class SourceReader:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._files: OrderedDict[SourceFile, _OpenFile] = OrderedDict()
+        self._computed: OrderedDict[tuple[Computation, int], memoryview] = OrderedDict()
+        self._computed_bytes = 0
 
     def __enter__(self) -> SourceReader:  # noqa: PYI034 - typing.Self is not in Python 3.10
         return self
@@ -69,8 +87,11 @@ class SourceReader:
             with self._lock:
                 entry.users -= 1
 
-    def read_into(self, file: SourceFile, byte_offset: int, buffer: memoryview) -> None:
+    def read_into(self, file: SourceFile | Computation, byte_offset: int, buffer: memoryview) -> None:
         """Fills `buffer` from `byte_offset` of `file`; a file that ends before is an error."""
+        if isinstance(file, Computation):
+            self._compute_into(file, byte_offset, buffer)
+            return
         with self.descriptor(file) as descriptor:
             while buffer:
                 try:
@@ -81,6 +102,37 @@ class SourceReader:
                     raise _changed(file)
                 buffer = buffer[count:]
                 byte_offset += count
+
+    def _compute_into(self, computation: Computation, byte_offset: int, buffer: memoryview) -> None:
+        starts, _ = _grid(computation)
+        index = bisect_right(starts, byte_offset) - 1
+        while buffer:
+            data = self._band(computation, index)
+            start = byte_offset - starts[index]
+            count = min(len(data) - start, len(buffer))
+            buffer[:count] = data[start : start + count]
+            buffer = buffer[count:]
+            byte_offset += count
+            index += 1
+
+    def _band(self, computation: Computation, index: int) -> memoryview:
+        """A band of a computation's grid, kept from before or computed now."""
+        key = (computation, index)
+        with self._lock:
+            data = self._computed.get(key)
+            if data is not None:
+                self._computed.move_to_end(key)
+                return data
+        # Two threads may come to compute the same: then both find the same, and one is kept.
+        data = compute_band(computation, *_grid(computation)[1][index], partial(read_rectangle, self))
+        with self._lock:
+            if key not in self._computed:
+                self._computed[key] = data
+                self._computed_bytes += len(data)
+            while self._computed_bytes > _MAX_COMPUTED_BYTES and len(self._computed) > 1:
+                _, dropped = self._computed.popitem(last=False)
+                self._computed_bytes -= len(dropped)
+        return data
 
     def _close_idle(self) -> None:
         excess = len(self._files) - MAX_OPEN_FILES
@@ -101,6 +153,20 @@ class _OpenFile:
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
         self.users = 0
+
+
+@lru_cache(maxsize=64)
+def _grid(computation: Computation) -> tuple[list[int], list[tuple[tuple[int, ...], tuple[int, ...]]]]:
+    """The bands in which a computation is done, by the byte where each begins.
+
+    They are the same for every read, for the same element must not come out otherwise where another band surrounds it.
+    """
+    starts, found, position = [], [], 0
+    for offsets, sizes in band_grid(computation):
+        starts.append(position)
+        found.append((offsets, sizes))
+        position += prod(sizes) * computation.dtype.itemsize
+    return starts, found
 
 
 def read_rectangle(

@@ -1,8 +1,10 @@
 """Tensors as rectangles over bytes that lie in files, and the algebra on them.
 
 A `StoredTensor` never holds data: it says of which rectangular pieces (`Chunk`) a tensor consists and where the bytes
-of each lie. The functions return new tensors over the same bytes. Pure: no input or output, no torch, no numpy.
-Words are those of `torch.distributed.checkpoint.metadata`: fqn, chunk, offsets, sizes.
+of each lie. The functions return new tensors over the same bytes. A `Computation` stands where a file may stand: its
+bytes are computed from other tensors when they are read, so that what is no copy goes the same ways as what is one.
+Pure: no input or output, no torch, no numpy. Words are those of `torch.distributed.checkpoint.metadata`: fqn, chunk,
+offsets, sizes.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from math import prod
 from pathlib import Path
 
 from merger.dtypes import BY_NAME, DType
+from merger.operations import Operation
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +52,7 @@ class Chunk:
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
-    file: SourceFile
+    file: SourceFile | Computation
     byte_offset: int
     strides: tuple[int, ...]
     record: Record
@@ -63,6 +66,40 @@ class StoredTensor:
     dtype: DType
     shape: tuple[int, ...]
     chunks: tuple[Chunk, ...]
+
+
+# Two computations are the same only where they are one: comparing what they are made of would take long.
+@dataclass(frozen=True, slots=True, eq=False)
+class Computation:
+    """A tensor of `shape` that is computed from others when it is read; its bytes are those of its row-major order.
+
+    `operation` says how, and what the `inputs` are in turn.
+    """
+
+    fqn: str
+    dtype: DType
+    shape: tuple[int, ...]
+    inputs: tuple[StoredTensor, ...]
+    operation: Operation
+
+
+def computed(computation: Computation) -> StoredTensor:
+    """The result of a computation, as a tensor of one chunk; of none where it has no elements."""
+    shape, size = computation.shape, prod(computation.shape) * computation.dtype.itemsize
+    record = Record(computation.fqn, 0, size, None)
+    chunk = Chunk((0,) * len(shape), shape, computation, 0, row_major_strides(shape), record)
+    return StoredTensor(computation.fqn, computation.dtype, shape, (chunk,) if size else ())
+
+
+def in_files(tensor: StoredTensor) -> Iterator[StoredTensor]:
+    """The tensors whose bytes lie in files and of which a tensor is made: itself, or what it is computed from."""
+    stored = tuple(chunk for chunk in tensor.chunks if isinstance(chunk.file, SourceFile))
+    if stored or not tensor.chunks:
+        yield tensor if len(stored) == len(tensor.chunks) else replace(tensor, chunks=stored)
+    computations = {chunk.file: None for chunk in tensor.chunks if isinstance(chunk.file, Computation)}
+    for computation in computations:
+        for source in computation.inputs:
+            yield from in_files(source)
 
 
 def num_bytes(tensor: StoredTensor) -> int:

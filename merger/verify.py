@@ -67,6 +67,7 @@ def verify(
     rtol: float = 0.0,
     world_size: int | None = None,
     shard_order: DealOrder | None = None,
+    reduce_partial: bool = False,
 ) -> VerifyReport:
     """Compares `checkpoint`, sharded or merged, with the Hugging Face model directory `reference`.
 
@@ -75,7 +76,7 @@ def verify(
     compared as a merge would write them, and tied names count as one. Raises `MergerError` where either side cannot be
     read.
     """
-    source = read_any(Path(checkpoint), world_size=world_size, shard_order=shard_order)
+    source = read_any(Path(checkpoint), world_size=world_size, shard_order=shard_order, reduce_partial=reduce_partial)
     if source.problems:
         raise CheckpointError(limit_problems(source.problems))
     target = read_reference(Path(reference))

@@ -20,7 +20,7 @@ from merger.checksums import checksum_error, fastest_crc32
 from merger.errors import Problem, TargetError
 from merger.plan import Copy, OutputFile, Plan, PlannedTensor
 from merger.reading import SourceReader, read_bands
-from merger.tensors import Chunk, Record, SourceFile, distinct_chunks
+from merger.tensors import Chunk, Computation, Record, SourceFile, distinct_chunks, in_files
 
 # Large enough that system calls do not count, small enough that a block is still in the processor's cache when it is
 # copied after its checksum (1 MiB and 8 MiB measured alike on ext4; the smaller one bounds memory).
@@ -115,7 +115,7 @@ class _Unchecked:
     def __init__(self, *, check_sums: bool) -> None:
         self._check_sums = check_sums
         self._lock = threading.Lock()
-        self._taken: set[tuple[SourceFile, int]] = set()
+        self._taken: set[tuple[SourceFile | Computation, int]] = set()
 
     def take(self, chunk: Chunk) -> bool:
         """Whether the caller is to check the record of `chunk`; nobody else is asked to then."""
@@ -149,17 +149,27 @@ class _Job:
         self.crc32 = fastest_crc32()
 
     def write_tensor(self, planned: PlannedTensor) -> None:
+        self._check_inputs(planned)
         if planned.copies is None:
             self._write_bands(planned)
             return
         for copy in planned.copies:
             self._write_copy(planned, copy)
 
+    def _check_inputs(self, planned: PlannedTensor) -> None:
+        """What is computed shows no damage of what it is computed from, so the records of that are checked before."""
+        source = planned.tensor.source
+        for stored in in_files(source):
+            if stored is not source:
+                for chunk in distinct_chunks(stored):
+                    if self.unchecked.take(chunk):
+                        self._check_record(chunk, stored.fqn)
+
     def _write_bands(self, planned: PlannedTensor) -> None:
         source, dtype = planned.tensor.source, planned.tensor.dtype
         for chunk in distinct_chunks(source):
             if self.unchecked.take(chunk):
-                self._check_record(chunk, planned)
+                self._check_record(chunk, source.fqn)
         for first, elements in read_bands(self.reader, source, BAND_BYTES):
             self._stop_if_cancelled()
             data = elements.reshape(-1).view("u1").data
@@ -172,28 +182,30 @@ class _Job:
         stop = start + prod(chunk.sizes) * source_dtype.itemsize
         check = self.unchecked.take(chunk)
         cast = planned.tensor.dtype != source_dtype
+        is_computed = isinstance(chunk.file, Computation)
         low, high = (chunk.record.byte_offset, _end(chunk.record)) if check else (start, stop)
         found = 0
         buffer = memoryview(bytearray(min(BLOCK_BYTES, high - low)))
         for position in range(low, high, BLOCK_BYTES):
             self._stop_if_cancelled()
             block = buffer[: min(BLOCK_BYTES, high - position)]
-            if check or cast:
+            if check or cast or is_computed:
                 self.reader.read_into(chunk.file, position, block)
             if check:
                 found = self.crc32(block, found)
             first, last = max(position, start), min(position + len(block), stop)
             if first >= last:
                 continue
-            if cast:
+            if cast or is_computed:
                 target = copy.target_offset + (first - start) // source_dtype.itemsize * planned.tensor.dtype.itemsize
                 self._write_elements(planned, block[first - position : last - position], target)
             else:
+                assert isinstance(chunk.file, SourceFile)
                 self._copy_range(chunk.file, first, copy.target_offset + first - start, last - first)
         if check:
-            self._conclude_check(chunk, found, planned)
+            self._conclude_check(chunk, found, planned.tensor.source.fqn)
 
-    def _check_record(self, chunk: Chunk, planned: PlannedTensor) -> None:
+    def _check_record(self, chunk: Chunk, fqn: str) -> None:
         record = chunk.record
         found = 0
         buffer = memoryview(bytearray(min(BLOCK_BYTES, record.num_bytes)))
@@ -202,11 +214,12 @@ class _Job:
             block = buffer[: min(BLOCK_BYTES, _end(record) - position)]
             self.reader.read_into(chunk.file, position, block)
             found = self.crc32(block, found)
-        self._conclude_check(chunk, found, planned)
+        self._conclude_check(chunk, found, fqn)
 
-    def _conclude_check(self, chunk: Chunk, found: int, planned: PlannedTensor) -> None:
+    def _conclude_check(self, chunk: Chunk, found: int, fqn: str) -> None:
         if found != chunk.record.crc32:
-            raise checksum_error(chunk.file, chunk.record, found, planned.tensor.source.fqn)
+            assert isinstance(chunk.file, SourceFile), "only files have checksums"
+            raise checksum_error(chunk.file, chunk.record, found, fqn)
 
     def _write_elements(self, planned: PlannedTensor, data: memoryview, target_offset: int) -> None:
         source, target = planned.tensor.source.dtype, planned.tensor.dtype

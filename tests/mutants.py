@@ -127,8 +127,8 @@ MUTANTS = (
     Mutant(
         "replicas never compared (S5)",
         "merger/merge.py",
-        "        problems += differing_replicas(reader, tensor, pairs)\n",
-        "",
+        "            problems += differing_replicas(reader, stored, replica_pairs(stored, in_full=in_full))\n",
+        "            problems += []\n",
         "tests/unit/test_merge.py",
     ),
     Mutant(

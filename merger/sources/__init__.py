@@ -14,7 +14,13 @@ from merger.sources.rank_files import read_rank_files
 from merger.sources.safetensors_files import read_model_directory
 
 
-def read_checkpoint(path: Path, *, world_size: int | None = None, shard_order: DealOrder | None = None) -> Checkpoint:
+def read_checkpoint(
+    path: Path,
+    *,
+    world_size: int | None = None,
+    shard_order: DealOrder | None = None,
+    reduce_partial: bool = False,
+) -> Checkpoint:
     """Reads the headers of the sharded checkpoint at `path`, or in the folder above or below it that holds it.
 
     Raises `NotACheckpointError` where there is none, or one of another format.
@@ -23,18 +29,25 @@ def read_checkpoint(path: Path, *, world_size: int | None = None, shard_order: D
         choices = ", ".join(get_args(DealOrder))
         raise MergerError(Problem("bad-option", "shard_order", f"{shard_order!r} is none of {choices}"))
     folder, notes = locate(path)
-    checkpoint = read_rank_files(folder, world_size=world_size, shard_order=shard_order)
+    checkpoint = read_rank_files(folder, world_size=world_size, shard_order=shard_order, reduce_partial=reduce_partial)
     return replace(checkpoint, notes=(*notes, *checkpoint.notes))
 
 
-def read_any(path: Path, *, world_size: int | None = None, shard_order: DealOrder | None = None) -> Checkpoint:
+def read_any(
+    path: Path,
+    *,
+    world_size: int | None = None,
+    shard_order: DealOrder | None = None,
+    reduce_partial: bool = False,
+) -> Checkpoint:
     """Reads a sharded checkpoint or a Hugging Face model directory, whichever `path` is."""
     if path.is_dir() and is_model_directory(path):
-        if world_size is not None or shard_order is not None:
-            message = "is a model directory, for which world_size and shard_order mean nothing; leave them out"
+        if world_size is not None or shard_order is not None or reduce_partial:
+            options = "world_size, shard_order and reduce_partial"
+            message = f"is a model directory, for which {options} mean nothing; leave them out"
             raise MergerError(Problem("bad-option", str(path), message))
         return read_model_directory(path)
-    return read_checkpoint(path, world_size=world_size, shard_order=shard_order)
+    return read_checkpoint(path, world_size=world_size, shard_order=shard_order, reduce_partial=reduce_partial)
 
 
 def read_reference(path: Path) -> Checkpoint:

@@ -14,9 +14,11 @@ from pathlib import Path
 from merger.checkpoint import Checkpoint, Layout
 from merger.checks import (
     Held,
+    axis_text,
     check_agreement,
     check_census,
     check_cover,
+    rank_of,
     ranks_text,
     replica_pairs,
 )
@@ -25,18 +27,21 @@ from merger.sharding import (
     DealOrder,
     Mesh,
 )
+from merger.sources.partial import partial_axes, reduced, unreduced
 from merger.sources.rank_part import Part, RankPart, read_rank_part
 from merger.sources.rank_set import beside_siblings, find_rank_set
-from merger.tensors import StoredTensor
+from merger.tensors import StoredTensor, in_files
 
 FORMAT = "per-rank FSDP files"
 
 
-def read_rank_files(folder: Path, *, world_size: int | None, shard_order: DealOrder | None) -> Checkpoint:
+def read_rank_files(
+    folder: Path, *, world_size: int | None, shard_order: DealOrder | None, reduce_partial: bool
+) -> Checkpoint:
     """Reads the headers of the set of rank files in `folder`.
 
     `world_size` picks a set where there are several; `shard_order` says how pieces were dealt where ranks do not ascend
-    along a mesh axis (FAULTS S22).
+    along a mesh axis (FAULTS S22); `reduce_partial` whether what was saved as summands is to be reduced (FAULTS L10).
     """
     rank_set = find_rank_set(folder, world_size)
     problems = list(rank_set.problems)
@@ -52,7 +57,7 @@ def read_rank_files(folder: Path, *, world_size: int | None, shard_order: DealOr
     if not problems:
         problems += [problem for file in files for problem in file.problems]
     if not problems:
-        tensors, layouts, others, problems = _assemble(files, rank_set.world_size)
+        tensors, layouts, others, problems = _assemble(files, rank_set.world_size, reduce_partial=reduce_partial)
     if not problems and not tensors:
         problems.append(Problem("no-tensors", str(folder), "the rank files hold no tensor; the model was not saved"))
     config_dir = folder / "huggingface"
@@ -71,7 +76,7 @@ def read_rank_files(folder: Path, *, world_size: int | None, shard_order: DealOr
 
 
 def _assemble(
-    files: Sequence[RankPart], world_size: int
+    files: Sequence[RankPart], world_size: int, *, reduce_partial: bool
 ) -> tuple[dict[str, StoredTensor], dict[str, Layout], dict[str, str], list[Problem]]:
     """Joins what the ranks hold under each name into one tensor, or says why that cannot be."""
     by_name: dict[str, list[Part]] = defaultdict(list)
@@ -94,15 +99,32 @@ def _assemble(
         elif faults := check_agreement(fqn, held) or check_census(fqn, held, world_size):
             problems += faults
         else:
-            faults = list(dict.fromkeys(part.problem for part in parts if part.problem))
-            # A rank that has no tensor under the name is not of its mesh: the census would have missed it.
-            chunks = tuple([chunk for part in parts for chunk in part.chunks])
-            tensors[fqn] = StoredTensor(fqn, held[0].dtype, held[0].shape, chunks)
+            tensors[fqn], faults = _joined(fqn, parts, held, reduce_partial=reduce_partial)
             if held[0].mesh is not None:
                 on = {id(one.mesh): one.mesh for one in held if one.mesh is not None}
                 layouts[fqn] = Layout(tuple(on.values()), held[0].placements)
-            problems += faults or check_cover(tensors[fqn]) or _proven_differences(tensors[fqn])
+            problems += faults
     return tensors, layouts, others, problems
+
+
+def _joined(
+    fqn: str, parts: Sequence[Part], held: Sequence[Held], *, reduce_partial: bool
+) -> tuple[StoredTensor, list[Problem]]:
+    """What the ranks hold under a name as one tensor, and what is wrong with it."""
+    # A rank that has no tensor under the name is not of its mesh: the census would have missed it.
+    chunks = tuple([chunk for part in parts for chunk in part.chunks])
+    tensor = StoredTensor(fqn, held[0].dtype, held[0].shape, chunks)
+    axes = partial_axes(held[0].placements)
+    if axes and not reduce_partial:
+        return tensor, [unreduced(tensor, held[0].placements, axis_text(held[0].mesh, axes[0]))]
+    if faults := list(dict.fromkeys(part.problem for part in parts if part.problem)):
+        return tensor, faults
+    if axes:
+        chunks_of = [part.chunks for part in parts if part.held is not None]
+        tensor, faults = reduced(tensor, list(zip(held, chunks_of, strict=True)))
+    for stored in in_files(tensor):
+        faults += check_cover(stored) or _proven_differences(stored)
+    return tensor, faults
 
 
 class _OneOfEach:
@@ -128,9 +150,7 @@ def _proven_differences(tensor: StoredTensor) -> list[Problem]:
     differ = [pair for pair in replica_pairs(tensor) if pair.verdict == "differ"]
     if not differ:
         return []
-    first = differ[0].first.file.rank
-    assert first is not None, "rank files have ranks"
-    ranks = [pair.other.file.rank for pair in differ if pair.other.file.rank is not None]
+    first, ranks = rank_of(differ[0].first), [rank_of(pair.other) for pair in differ]
     return [
         Problem(
             "replicas-differ",

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeAlias
 
-from merger.checks import Held, placements_text, range_text, shape_text
+from merger.checks import Held, axis_text, placements_text, range_text, shape_text
 from merger.errors import Problem
 from merger.sharding import (
     DealOrder,
@@ -126,9 +126,6 @@ class _Parts:
         if coordinate is None:
             # A rank outside a tensor's mesh keeps an empty stand-in under its name.
             return ()
-        partial = next((axis for axis, placement in enumerate(placements) if placement.kind == "partial"), None)
-        if partial is not None:
-            return _partial(entry, partial)
         axis = unordered_axis(mesh, placements)
         if axis is not None and shard_order is None:
             return _unordered(entry, axis)
@@ -189,29 +186,15 @@ def _check_local(entry: DTensor, rank: int, held: Holding) -> Problem | None:
     )
 
 
-def _partial(entry: DTensor, axis: int) -> Problem:
-    return Problem(
-        "partial",
-        "",
-        f"is {entry.placements[axis]} on mesh {_axis_text(entry, axis)}: each rank holds a summand, not the value; "
-        "redistribute it to Replicate() or Shard() before saving",
-    )
-
-
 def _unordered(entry: DTensor, axis: int) -> Problem:
     mesh = _mesh_text(entry.mesh.shape, entry.mesh.ranks)
     return Problem(
         "shard-order",
         "",
-        f"is sharded along mesh {_axis_text(entry, axis)}, where ranks do not ascend (mesh {mesh}); fully_shard deals "
-        "pieces by the rank's place in its group, distribute_tensor by mesh coordinate, and the file does not say "
-        "which: use --shard-order group for a model sharded by fully_shard, coordinate for the other",
+        f"is sharded along mesh {axis_text(entry.mesh, axis)}, where ranks do not ascend (mesh {mesh}); fully_shard "
+        "deals pieces by the rank's place in its group, distribute_tensor by mesh coordinate, and the file does not "
+        "say which: use --shard-order group for a model sharded by fully_shard, coordinate for the other",
     )
-
-
-def _axis_text(entry: DTensor, axis: int) -> str:
-    names = entry.mesh.axis_names
-    return f"axis {axis}" if names is None else f"axis {axis} ({names[axis]})"
 
 
 def _bad_shard_order(entry: DTensor) -> Problem:

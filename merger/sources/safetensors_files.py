@@ -44,8 +44,8 @@ def read_model_directory(folder: Path) -> Checkpoint:
         files.append(file)
         for fqn, tensor in found.items():
             if fqn in tensors:
-                other = tensors[fqn].chunks
-                held_by = other[0].file.path.name if other else "another file"
+                other = [chunk.file for chunk in tensors[fqn].chunks if isinstance(chunk.file, SourceFile)]
+                held_by = other[0].path.name if other else "another file"
                 problems.append(Problem("duplicate-key", path.name, f"holds {fqn}, and so does {held_by}"))
             tensors[fqn] = tensor
     if problems:

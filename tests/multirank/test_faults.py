@@ -225,7 +225,8 @@ REFUSED: dict[str, tuple[type[MergerError], str]] = {
         CheckpointError,
         (
             "model.layers.0.mlp.gate_proj.weight: is Partial(sum) on mesh axis 0 (fsdp): each rank holds a summand, "
-            "not the value; redistribute it to Replicate() or Shard() before saving"
+            "not the value; reduce it now with --reduce-partial, or redistribute it to Replicate() or Shard() before "
+            "saving"
         ),
     ),
     "tied_without_embedding": (

@@ -18,8 +18,9 @@ MODULES = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob(
 # but the modules of one folder (`sources`, `huggingface`) do. A new module needs a place here, which is a decision.
 LAYERS = (
     ("errors", "dtypes", "sharding"),
+    ("operations",),
     ("tensors",),
-    ("checkpoint", "checks", "plan", "casting", "checksums", "publish"),
+    ("checkpoint", "checks", "plan", "casting", "computing", "checksums", "publish"),
     ("reading", "sources", "huggingface"),
     ("writer", "comparing", "inspect"),
     ("merge", "verify"),
@@ -31,10 +32,10 @@ LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 
 # Where the slow libraries are used, always from inside a function.
 USERS = {
-    "torch": {"casting.py", "verify.py", "huggingface/expected.py"},
+    "torch": {"casting.py", "computing.py", "verify.py", "huggingface/expected.py"},
     "transformers": {"huggingface/expected.py"},
 }
-PURE = ("errors", "dtypes", "tensors", "sharding", "checks", "plan", "checkpoint")
+PURE = ("errors", "dtypes", "operations", "tensors", "sharding", "checks", "plan", "checkpoint")
 
 
 def imports(tree: ast.AST) -> Iterator[str]:
@@ -77,9 +78,9 @@ def test_a_room_imports_from_the_rooms_below_it_only(module: str) -> None:
     assert {room for room in rooms if LEVEL[room] >= LEVEL[own] and not room == own in folders} == set()
 
 
-def test_tensors_know_of_types_and_errors_only() -> None:
+def test_tensors_know_of_types_operations_and_errors_only() -> None:
     ours = {name for name in imports(parse("tensors.py")) if name.startswith("merger")}
-    assert ours <= {"merger.dtypes", "merger.errors"}
+    assert ours <= {"merger.dtypes", "merger.errors", "merger.operations"}
 
 
 @pytest.mark.parametrize("module", MODULES)

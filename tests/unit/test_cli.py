@@ -73,12 +73,13 @@ def test_the_public_names_are_a_decision() -> None:
             "merge",
             {
                 "--dtype", "--max-shard-size", "--overwrite", "--dry-run", "--world-size", "--config", "--weights-only",
-                "--unexpected", "--no-checksum", "--check-replicas", "--shard-order", "--workers", "--json", "--quiet",
+                "--unexpected", "--no-checksum", "--check-replicas", "--shard-order", "--reduce-partial", "--workers",
+                "--json", "--quiet",
             },
         ),
-        ("inspect", {"--tensors", "--world-size", "--shard-order", "--json"}),
-        ("verify", {"--atol", "--rtol", "--world-size", "--shard-order", "--json"}),
-        ("test", {"--atol", "--rtol", "--world-size", "--shard-order", "--json"}),
+        ("inspect", {"--tensors", "--world-size", "--shard-order", "--reduce-partial", "--json"}),
+        ("verify", {"--atol", "--rtol", "--world-size", "--shard-order", "--reduce-partial", "--json"}),
+        ("test", {"--atol", "--rtol", "--world-size", "--shard-order", "--reduce-partial", "--json"}),
     ],
 )  # fmt: skip
 def test_the_flags_are_a_decision(command: str, flags: set[str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -54,10 +54,9 @@ class Disk:
         for planned in file.tensors:
             assert planned.copies is not None
             for copy in planned.copies:
-                size = copy.chunk.record.num_bytes
-                data[copy.target_offset : copy.target_offset + size] = self.files[copy.chunk.file][
-                    copy.chunk.byte_offset :
-                ]
+                size, source = copy.chunk.record.num_bytes, copy.chunk.file
+                assert isinstance(source, SourceFile)
+                data[copy.target_offset : copy.target_offset + size] = self.files[source][copy.chunk.byte_offset :]
         return bytes(data)
 
 

@@ -1,6 +1,6 @@
 # Two images from one file, both on Debian's own Python:
 #
-#   docker build --target merger -t merger .       docker run --rm -v "$PWD:/data" merger merge /data/ckpt /data/out
+#   docker build --target merger -t merger .       docker run --rm -v "$PWD/ckpt:/in:ro" -v "$PWD/out:/out" merger merge /in /out
 #   docker build --target suite -t merger-suite .  the tests:   docker run --rm --network none merger-suite
 #
 # PyPI's torch for Linux carries CUDA; for a small image add

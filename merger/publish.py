@@ -1,8 +1,8 @@
 """Makes an output directory appear whole or not at all.
 
-Everything is written into a sibling of the target, which is renamed to the target when it is complete. A lock beside it
-keeps a second writer away. Whatever ends a run, the target is what it was before or the finished result; what a killed
-run leaves beside it is removed by the next one.
+Everything is written into a directory by the target, which becomes the target when it is complete (`places.py` says
+how). A lock keeps a second writer away. Whatever ends a run, the target is what it was before or the finished result;
+what a killed run leaves by it is removed by the next one.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from merger.errors import Problem, TargetError
+from merger.places import content, place_of, publish, recover
 
 # File systems that have no locks (some network ones) say one of these; then there is no protection to be had.
 _NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS}
@@ -47,17 +48,19 @@ def _check_target(target: Path, *, overwrite: bool, sources: tuple[Path, ...]) -
         return
     if not target.is_dir():
         raise _refused("target-is-file", target, "is a file; choose a directory that does not exist yet")
-    if resolved.is_mount():
-        raise _refused(
-            "target-is-mount",
-            target,
-            "is a mount point, and no finished directory can take its place; choose a directory inside it",
-        )
-    names = sorted(path.name for path in target.iterdir())
+    place = place_of(resolved)
+    names = content(place)
     if not names:
         return
     more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
     listed = ", ".join(names[:_MAX_LISTED]) + more
+    if place.is_mount:
+        raise _refused(
+            "target-is-mount",
+            target,
+            f"is a mount point that is not empty (it holds {listed}), and no finished directory can take its place; "
+            "choose a directory inside it, or empty it",
+        )
     if not overwrite:
         raise _refused(
             "target-not-empty",
@@ -89,8 +92,8 @@ def _training_state(target: Path) -> str | None:
 
 def check_room(target: Path, num_bytes: int) -> None:
     """Raises `TargetError` unless the place where `target` would be made can be written and has `num_bytes` free."""
-    parent = Path(os.path.abspath(target)).parent  # noqa: PTH100 - as `published` has it
     with _naming(target):
+        parent = place_of(Path(os.path.abspath(target))).parent  # noqa: PTH100 - as `published` has it
         while not parent.exists():
             parent = parent.parent
         if not os.access(parent, os.W_OK | os.X_OK):
@@ -100,7 +103,7 @@ def check_room(target: Path, num_bytes: int) -> None:
 
 @contextmanager
 def published(target: Path, num_bytes: int, *, overwrite: bool) -> Iterator[Path]:
-    """Yields an empty directory beside `target`, which becomes `target` when the block ends without an error.
+    """Yields an empty directory by `target`, which becomes `target` when the block ends without an error.
 
     An existing target is replaced as a whole, under the rules of `check_target`. Needs `num_bytes` of free space.
     Raises `TargetError` where the place cannot be written, is too small, or another process is writing the same target.
@@ -109,26 +112,25 @@ def published(target: Path, num_bytes: int, *, overwrite: bool) -> Iterator[Path
     with _naming(target):
         if target.is_symlink():
             target = target.resolve()
-    parent = target.parent
-    created = _make_parents(parent, target)
-    staging = parent / f".{target.name}.merging"
-    replaced = parent / f".{target.name}.replaced"
+    with _naming(target):
+        place = place_of(target)
+    created = _make_parents(place.parent, target)
     try:
-        with _lock(parent / f".{target.name}.lock", target):
-            _recover(target, staging, replaced)
+        with _lock(place.lock, target):
+            recover(place)
             # Again, now that nobody else writes here: another run may have finished since the caller looked.
             check_target(target, overwrite=overwrite, sources=())
-            _check_space(parent, target, num_bytes)
+            _check_space(place.parent, target, num_bytes)
             try:
                 with _naming(target):
-                    staging.mkdir()
-                yield staging
-                _sync_tree(staging)
+                    place.staging.mkdir()
+                yield place.staging
+                _sync_tree(place.staging)
                 with _naming(target):
-                    _swap(target, staging, replaced)
-                _sync_directory(parent)
+                    publish(place)
+                _sync_directory(place.parent)
             finally:
-                _surely(lambda: _recover(target, staging, replaced))
+                _surely(lambda: recover(place))
     except OSError as error:
         if error.errno in _UNWRITABLE:
             raise _unwritable(target, error) from error
@@ -144,22 +146,6 @@ def _naming(target: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise _unwritable(target, error) from error
-
-
-def _swap(target: Path, staging: Path, replaced: Path) -> None:
-    if target.exists() and any(target.iterdir()):
-        target.rename(replaced)
-    staging.rename(target)
-
-
-def _recover(target: Path, staging: Path, replaced: Path) -> None:
-    """Removes what a run left beside the target; a target moved away for a new one that never came is put back."""
-    shutil.rmtree(staging, ignore_errors=True)
-    if replaced.exists():
-        if target.exists() and any(target.iterdir()):
-            shutil.rmtree(replaced, ignore_errors=True)
-        else:
-            replaced.rename(target)
 
 
 def _surely(tidy: Callable[[], None]) -> None:

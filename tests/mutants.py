@@ -231,16 +231,23 @@ MUTANTS = (
     ),
     Mutant(
         "the output built in place",
-        "merger/publish.py",
-        'staging = parent / f".{target.name}.merging"',
-        "staging = target",
+        "merger/places.py",
+        'f".{target.name}.{end}" for end in ("merging", "lock", "replaced")',
+        'f"{target.name}{end}" for end in ("", ".lock", ".replaced")',
         "tests/unit/test_publish.py",
     ),
     Mutant(
         "the output not brought to disk before the rename",
         "merger/publish.py",
-        "                _sync_tree(staging)\n",
+        "                _sync_tree(place.staging)\n",
         "",
+        "tests/unit/test_publish.py",
+    ),
+    Mutant(
+        "config.json first into a mount point (L9)",
+        "merger/places.py",
+        "(_LAST.index(name) if name in _LAST else -1, name)",
+        "name",
         "tests/unit/test_publish.py",
     ),
     Mutant(
@@ -253,7 +260,7 @@ MUTANTS = (
     Mutant(
         "a failed run leaves its half (L9)",
         "merger/publish.py",
-        "                _surely(lambda: _recover(target, staging, replaced))\n",
+        "                _surely(lambda: recover(place))\n",
         "                pass\n",
         "tests/unit/test_publish.py",
     ),

@@ -59,6 +59,12 @@ sys.addaudithook(watch)
 sys.exit(main(sys.argv[3:]))
 """
 
+# The same, where the target is said to be a mount point.
+MOUNTED = STEPPED.replace(
+    "from merger.cli import main",
+    "from pathlib import Path\nfrom merger.cli import main\nPath.is_mount = lambda path: path.name == 'out'",
+)
+
 LIMITED = """
 import resource, sys
 
@@ -217,6 +223,33 @@ def test_a_merge_that_is_killed_before_any_of_its_steps_leaves_no_half_made_targ
     assert found == sorted(found, key=order.index)
     assert before == "nothing" or found.count("absent") == 1
     assert len(found) > 8
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_a_merge_into_a_mount_point_that_ends_before_any_of_its_steps_never_looks_finished(
+    small: Path, out: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    """L9: the volume of a container, to which no directory can be renamed; what loaders look for comes last."""
+    monkeypatch.setattr(Path, "is_mount", lambda path: path == out)
+    options = ("--weights-only", "--max-shard-size", "20000")
+    index = "model.safetensors.index.json"
+    files = {index, "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"}
+    found = []
+    for step in count(1):
+        shutil.rmtree(out, ignore_errors=True)
+        out.mkdir()
+        code, _ = ended(started(number, step, "merge", small, out, *options, code=MOUNTED))
+        found.append(names_in(out))
+        assert index not in found[-1] or files <= found[-1], step
+        assert number == signal.SIGKILL or found[-1] in (set(), files), step
+        if index not in found[-1] or ".merging.names" in found[-1]:
+            merger.merge(small, out, weights_only=True, max_shard_size=20000)
+        assert names_in(out) - files <= {".merging", ".merging.lock"}, step
+        assert {name for path in out.glob("*.safetensors") for name in load_file(path)} == truth(small).keys()
+        if code == 0:
+            break
+    assert len(found) > 12
+    assert number == signal.SIGINT or any(names & files and index not in names for names in found)
 
 
 SIGNALS = [

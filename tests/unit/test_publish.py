@@ -133,11 +133,13 @@ def test_a_target_within_the_source_may_be_written(tmp_path: Path) -> None:
     check_target(tmp_path / "merged", overwrite=False, sources=(tmp_path,))
 
 
-def test_a_mount_point_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An empty volume of a container: nothing can be renamed to it."""
+def test_a_mount_point_that_is_not_empty_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A volume of a container: nothing can be renamed to it, so nothing in it can be swapped out whole."""
     monkeypatch.setattr(Path, "is_mount", lambda path: path == tmp_path)
-    assert message_of(lambda: check_target(tmp_path, overwrite=False, sources=())) == (
-        f"{tmp_path}: is a mount point, and no finished directory can take its place; choose a directory inside it"
+    fill(tmp_path)
+    assert message_of(lambda: check_target(tmp_path, overwrite=True, sources=())) == (
+        f"{tmp_path}: is a mount point that is not empty (it holds model.safetensors, sub), and no finished directory "
+        "can take its place; choose a directory inside it, or empty it"
     )
 
 
@@ -561,12 +563,63 @@ def test_a_real_disk_that_is_too_small_is_told(mount: Path) -> None:
     )
 
 
-def test_a_real_mount_point_is_refused_and_a_directory_in_it_is_not(mount: Path) -> None:
-    assert message_of(lambda: check_target(mount, overwrite=False, sources=())) == (
-        f"{mount}: is a mount point, and no finished directory can take its place; choose a directory inside it"
+def test_an_empty_mount_point_is_filled_and_then_refused_but_a_directory_in_it_is_not(mount: Path) -> None:
+    publish_to(mount)
+    assert text_of(mount) == "new"
+    assert message_of(lambda: publish_to(mount, overwrite=True)) == (
+        f"{mount}: is a mount point that is not empty (it holds model.safetensors, sub), and no finished directory "
+        "can take its place; choose a directory inside it, or empty it"
     )
     publish_to(mount / "out")
     assert text_of(mount / "out") == "new"
+
+
+def test_a_mount_point_that_fills_up_is_told_and_emptied(mount: Path) -> None:
+    """L9."""
+
+    def call() -> None:
+        with published(mount, 100, overwrite=False) as staging:
+            (staging / "large").write_bytes(bytes(300_000))
+
+    assert message_of(call) == (
+        f"{mount}: cannot be written (No space left on device); nothing was left there; make room or choose another "
+        "place"
+    )
+    assert names(mount) == []
+
+
+def test_what_loaders_look_for_comes_into_a_mount_point_last(mount: Path) -> None:
+    """L9: until then no loader takes for a model what a killed run leaves."""
+    moved = []
+    sys.addaudithook(lambda event, arguments: moved.append(Path(arguments[1])) if event == "os.rename" else None)
+    with published(mount, 100, overwrite=False) as staging:
+        for name in ("tokenizer.json", "model.safetensors.index.json", "config.json", "model-00001.safetensors", "a"):
+            (staging / name).touch()
+    assert [path.name for path in moved if path.parent == mount] == [
+        "a",
+        "model-00001.safetensors",
+        "tokenizer.json",
+        "model.safetensors.index.json",
+        "config.json",
+    ]
+
+
+def test_a_second_writer_of_a_mount_point_is_told(mount: Path) -> None:
+    """S17."""
+    with published(mount, 100, overwrite=False) as staging:
+        fill(staging)
+        assert message_of(lambda: publish_to(mount)) == (
+            f"{mount}: is being written by another process; wait for it, or end it"
+        )
+    assert text_of(mount) == "new"
+
+
+def test_a_list_of_moved_names_leads_nowhere_else(mount: Path) -> None:
+    (mount.parent / "precious").mkdir()
+    (mount / ".merging.names").write_text("../precious\0..\0.\0/\0\0")
+    publish_to(mount)
+    assert text_of(mount) == "new"
+    assert names(mount.parent) == ["mount", "precious"]
 
 
 def test_a_read_only_disk_is_told(mount: Path) -> None:

@@ -10,24 +10,29 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from merger.errors import Problem
-from merger.sharding import Mesh, Placement
+from merger.sharding import Cut, Mesh, Placement
 from merger.tensors import SourceFile, StoredTensor
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How a tensor was spread over ranks: the meshes it lies on (several where ranks saved sub-meshes of their own)."""
+    """How a tensor was spread over ranks.
+
+    A DTensor by placements over the axes of a mesh (`meshes` are several where ranks saved sub-meshes of their own), a
+    ShardedTensor by a `cut`.
+    """
 
     meshes: tuple[Mesh, ...]
     placements: tuple[Placement, ...]
+    cut: Cut | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
     """A checkpoint on disk, without its data.
 
-    `tensors` by their saved names, in the order of their saving; `layouts` has those of them that were spread over a
-    mesh, the others are whole on every rank that has them. `others` are entries that are no tensors: name and what was
+    `tensors` by their saved names, in the order of their saving; `layouts` has those of them that were spread over
+    ranks, the others are whole on every rank that has them. `others` are entries that are no tensors: name and what was
     found. `config_dir` is where config.json and the tokenizer lie, None where there is none. `notes` say what a person
     should know; `problems` what makes it unfit to be merged.
     """

@@ -15,7 +15,7 @@ from typing import Literal
 
 from merger.dtypes import DType
 from merger.errors import Problem
-from merger.sharding import Mesh, Placement
+from merger.sharding import Cut, Mesh, Placement
 from merger.tensors import (
     Chunk,
     Computation,
@@ -29,16 +29,28 @@ from merger.tensors import (
 # A tensor that is cut wrongly tends to be so in every layer: past this many, the rest are counted only.
 MAX_LISTED = 8
 
+# What says, of tensors of each kind, which ranks have them.
+_NAMED_BY = {"a DTensor": "device mesh", "a ShardedTensor": "shard metadata"}
+
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What one rank saved under one name: `shape` is that of the global tensor; a plain tensor has no mesh."""
+    """What one rank saved under one name: `shape` is that of the global tensor.
+
+    A DTensor has a mesh, a ShardedTensor a cut, a plain tensor neither.
+    """
 
     rank: int
     dtype: DType
     shape: tuple[int, ...]
     mesh: Mesh | None
     placements: tuple[Placement, ...]
+    cut: Cut | None = None
+
+    @property
+    def kind(self) -> str:
+        """What the tensor is, for people."""
+        return "a DTensor" if self.mesh is not None else "a plain tensor" if self.cut is None else "a ShardedTensor"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,27 +66,32 @@ class ReplicaPair:
 
 
 def check_census(fqn: str, held: Sequence[Held], world_size: int) -> list[Problem]:
-    """Whether every rank that should have a tensor has it: all ranks for a plain one, else those of its meshes."""
+    """Whether every rank that should have a tensor has it: all for a plain one, else those of its meshes or cuts."""
     holders = {entry.rank for entry in held}
-    # By identity: hundreds of ranks share one mesh, and comparing as many long meshes by value would take minutes.
-    meshes = {id(entry.mesh): entry.mesh for entry in held}.values()
+    kind = held[0].kind
     expected: set[int] = set()
-    for mesh in meshes:
-        expected |= set(range(world_size)) if mesh is None else set(mesh.ranks)
+    # By identity: hundreds of ranks share one mesh, and comparing as many long meshes by value would take minutes.
+    for entry in {(id(entry.mesh), id(entry.cut)): entry for entry in held}.values():
+        if entry.mesh is not None:
+            expected |= set(entry.mesh.ranks)
+        elif entry.cut is not None:
+            expected |= {rank for rank in entry.cut.ranks if rank is not None}
+        else:
+            expected |= set(range(world_size))
     foreign = sorted(rank for rank in expected if rank >= world_size)
     if foreign:
         return [
             Problem(
                 "mesh-mismatch",
                 fqn,
-                f"its device mesh names {ranks_text(foreign)}, but the files are those of {world_size} ranks; "
+                f"its {_NAMED_BY[kind]} names {ranks_text(foreign)}, but the files are those of {world_size} ranks; "
                 "the files are from a run of another size",
             )
         ]
     missing = sorted(expected - holders)
     if not missing:
         return []
-    reason = "all ranks save a plain tensor" if held[0].mesh is None else "its device mesh names them all"
+    reason = f"its {_NAMED_BY[kind]} names them all" if kind in _NAMED_BY else "all ranks save a plain tensor"
     return [
         Problem(
             "missing-key",
@@ -87,15 +104,19 @@ def check_census(fqn: str, held: Sequence[Held], world_size: int) -> list[Proble
 
 def check_agreement(fqn: str, held: Sequence[Held]) -> list[Problem]:
     """Whether all ranks say the same of a tensor: its kind, element type, shape and placements."""
-    said = {(entry.mesh is None, entry.dtype.name, entry.shape, entry.placements) for entry in held}
+    said = {
+        (entry.kind, entry.dtype.name, entry.shape, entry.placements, entry.cut and entry.cut.rectangles)
+        for entry in held
+    }
     if len(said) == 1:
         return []
     problems = []
     aspects: tuple[tuple[str, Callable[[Held], str]], ...] = (
-        ("kind", lambda entry: "a plain tensor" if entry.mesh is None else "a DTensor"),
+        ("kind", lambda entry: entry.kind),
         ("dtype", lambda entry: str(entry.dtype)),
         ("shape", lambda entry: f"shape {shape_text(entry.shape)}"),
         ("placements", lambda entry: placements_text(entry.placements)),
+        ("shards", lambda entry: "" if entry.cut is None else f"shards {ranges_text(entry.cut.rectangles)}"),
     )
     for aspect, text_of in aspects:
         groups: dict[str, list[int]] = defaultdict(list)
@@ -221,6 +242,13 @@ def shape_text(shape: Sequence[int]) -> str:
 def range_text(offsets: Sequence[int], sizes: Sequence[int]) -> str:
     """A rectangle for people, as a slice: "[2:4, 0:3]"; "[]" is the one element of a tensor without dims."""
     return f"[{', '.join(f'{offset}:{offset + size}' for offset, size in zip(offsets, sizes, strict=True))}]"
+
+
+def ranges_text(rectangles: Sequence[tuple[Sequence[int], Sequence[int]]]) -> str:
+    """Rectangles for people, each as a slice; long lists are cut short."""
+    listed = ", ".join(range_text(*rectangle) for rectangle in rectangles[:MAX_LISTED])
+    more = f" and {len(rectangles) - MAX_LISTED} more" if len(rectangles) > MAX_LISTED else ""
+    return f"{listed}{more}"
 
 
 def placements_text(placements: Sequence[Placement]) -> str:

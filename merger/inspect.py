@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from merger.checkpoint import Checkpoint
+from merger.checkpoint import Checkpoint, Layout
 from merger.checks import placements_text
 from merger.errors import Problem
 from merger.sharding import DealOrder, Mesh
@@ -30,7 +30,10 @@ class MeshSummary:
 
 @dataclass(frozen=True, slots=True)
 class TensorSummary:
-    """One tensor by its saved name. `placements` is that of its DTensor, or says that it is plain and on every rank."""
+    """One tensor by its saved name.
+
+    `placements` is that of its DTensor, or says that it is a ShardedTensor, or plain and on every rank.
+    """
 
     name: str
     dtype: str
@@ -81,7 +84,7 @@ def inspect(
     """
     source = read_any(Path(checkpoint), world_size=world_size, shard_order=shard_order, reduce_partial=reduce_partial)
     stored = source.tensors.values()
-    placements = {fqn: placements_text(layout.placements) for fqn, layout in source.layouts.items()}
+    placements = {fqn: _placed(layout) for fqn, layout in source.layouts.items()}
     return InspectReport(
         checkpoint=source.path,
         format=source.format,
@@ -104,6 +107,13 @@ def inspect(
         notes=source.notes,
         problems=source.problems,
     )
+
+
+def _placed(layout: Layout) -> str:
+    if layout.cut is None:
+        return placements_text(layout.placements)
+    num_shards = len(layout.cut.rectangles)
+    return f"ShardedTensor in {num_shards} shard{'' if num_shards == 1 else 's'}"
 
 
 def _meshes(source: Checkpoint) -> tuple[MeshSummary, ...]:

@@ -57,6 +57,17 @@ class Placement:
 
 
 @dataclass(frozen=True, slots=True)
+class Cut:
+    """How a tensor without a mesh is cut: rectangles (offsets, sizes), and the rank that holds each.
+
+    A rank is None where it is not known.
+    """
+
+    rectangles: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
+    ranks: tuple[int | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Piece:
     """One rectangle that a rank holds, in elements.
 

@@ -92,7 +92,7 @@ MUTANTS = (
     Mutant(
         "a copied rank file not noticed (S8)",
         "merger/sources/rank_part.py",
-        "if entry.rank is not None and entry.rank != archive.file.rank:",
+        "if entry.rank is not None and entry.rank != rank:",
         "if entry.rank is not None and entry.rank < 0:",
         "tests/multirank/test_faults.py",
     ),

@@ -1,7 +1,8 @@
 """Per-rank files of a training run: `model_world_size_{W}_rank_{R}.pt`, one `torch.save(model.state_dict())` each.
 
-FSDP2, and FSDP1 with a device mesh, leave DTensors for what is sharded and plain tensors for the rest. Reads headers
-and pickles only. Whatever is wrong with the set is gathered in the checkpoint's problems, not raised.
+FSDP2, and FSDP1 with a device mesh, leave DTensors for what is sharded and plain tensors for the rest; FSDP1 without a
+mesh leaves ShardedTensors. Reads headers and pickles only. Whatever is wrong with the set is gathered in the
+checkpoint's problems, not raised.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from merger.checks import (
 )
 from merger.errors import ArchiveError, Problem
 from merger.sharding import (
+    Cut,
     DealOrder,
     Mesh,
 )
@@ -100,7 +102,9 @@ def _assemble(
             problems += faults
         else:
             tensors[fqn], faults = _joined(fqn, parts, held, reduce_partial=reduce_partial)
-            if held[0].mesh is not None:
+            if held[0].cut is not None:
+                layouts[fqn] = Layout((), (), held[0].cut)
+            elif held[0].mesh is not None:
                 on = {id(one.mesh): one.mesh for one in held if one.mesh is not None}
                 layouts[fqn] = Layout(tuple(on.values()), held[0].placements)
             problems += faults
@@ -128,20 +132,22 @@ def _joined(
 
 
 class _OneOfEach:
-    """What ranks say of tensors, with equal meshes as one object: what asks by identity is quick.
+    """What ranks say of tensors, with equal meshes and cuts as one object: what asks by identity is quick.
 
-    Every file brings meshes of its own, and its tensors share what they say.
+    Every file brings meshes and cuts of its own, and its tensors share what they say.
     """
 
     def __init__(self) -> None:
         self._by_mesh: dict[Mesh | None, Mesh | None] = {}
+        self._by_cut: dict[Cut | None, Cut | None] = {}
         self._by_id: dict[int, Held] = {}
 
     def __call__(self, held: Held) -> Held:
         found = self._by_id.get(id(held))
         if found is None:
             mesh = self._by_mesh.setdefault(held.mesh, held.mesh)
-            found = self._by_id[id(held)] = replace(held, mesh=mesh)
+            cut = self._by_cut.setdefault(held.cut, held.cut)
+            found = self._by_id[id(held)] = replace(held, mesh=mesh, cut=cut)
         return found
 
 

@@ -22,7 +22,10 @@ from merger.sharding import (
     shard_coordinate,
     unordered_axis,
 )
-from merger.sources.dtensor import DTensor, PlainTensor, ShardedTensorEntry
+from merger.sources.dtensor import DTensor, PlainTensor
+from merger.sources.rank_set import RANK_FILE
+from merger.sources.sharded_tensor import ShardedTensor
+from merger.sources.shards import shard_chunks
 from merger.sources.torch_zip import Archive, read_archive
 from merger.tensors import Chunk, SourceFile
 
@@ -79,11 +82,12 @@ class _Parts:
         self._shard_order = shard_order
         # By what they follow from; element types and meshes by identity, since the entries of a file share theirs.
         self._known: dict[object, tuple[Held, tuple[_Place, ...] | Problem]] = {}
+        self._held_shards: dict[object, Held] = {}
 
     def part(self, fqn: str, entry: object) -> Part:
         """What the file has under the name `fqn`."""
-        if isinstance(entry, ShardedTensorEntry):
-            return Part(None, (), _unsupported(fqn))
+        if isinstance(entry, ShardedTensor):
+            return self._sharded(fqn, entry)
         if not isinstance(entry, PlainTensor | DTensor):
             return Part(None, (), other=type(entry).__name__)
         local = entry.local
@@ -107,6 +111,15 @@ class _Parts:
                 ]
             ),
         )
+
+    def _sharded(self, fqn: str, entry: ShardedTensor) -> Part:
+        assert self._file.rank is not None, "rank files have ranks"
+        layout = (entry.shape, id(entry.dtype), id(entry.cut))
+        held = self._held_shards.get(layout)
+        if held is None:
+            held = self._held_shards[layout] = Held(self._file.rank, entry.dtype, entry.shape, None, (), entry.cut)
+        chunks = shard_chunks(fqn, entry, self._file)
+        return Part(held, (), chunks) if isinstance(chunks, Problem) else Part(held, chunks)
 
     def _held(self, entry: PlainTensor | DTensor) -> Held:
         assert self._file.rank is not None, "rank files have ranks"
@@ -146,19 +159,27 @@ def _dot(offsets: Sequence[int], strides: Sequence[int]) -> int:
 
 
 def _check_rank(archive: Archive) -> tuple[Problem, ...]:
-    """Whether a file is that of the rank in its name (FAULTS S8): every mesh in it says who saved it."""
+    """Whether a file is that of the rank and run in its name (FAULTS S8): sharded tensors in it say who saved it."""
+    name, rank = archive.file.path.name, archive.file.rank
     for entry in archive.entries.values():
-        if not isinstance(entry, DTensor):
+        if not isinstance(entry, DTensor | ShardedTensor):
             continue
-        if entry.rank is not None and entry.rank != archive.file.rank:
+        if entry.rank is not None and entry.rank != rank:
             return (
                 Problem(
                     "wrong-rank",
-                    archive.file.path.name,
-                    f"was saved by rank {entry.rank}, but its name says rank {archive.file.rank}; it was renamed or "
-                    f"copied over: restore the file that rank {archive.file.rank} saved",
+                    name,
+                    f"was saved by rank {entry.rank}, but its name says rank {rank}; it was renamed or copied over: "
+                    f"restore the file that rank {rank} saved",
                 ),
             )
+        named = RANK_FILE.fullmatch(name)
+        if isinstance(entry, ShardedTensor) and named and entry.world_size != int(named[1]):
+            message = (
+                f"was saved by a run of {entry.world_size} ranks, but its name says {int(named[1])}; it was renamed: "
+                f"restore its name, and the files of all {entry.world_size} ranks"
+            )
+            return (Problem("wrong-world-size", name, message),)
     return ()
 
 
@@ -203,15 +224,6 @@ def _bad_shard_order(entry: DTensor) -> Problem:
         "",
         f"records that its dims are cut in the order {entry.shard_order}, which does not fit its placements "
         f"{placements_text(entry.placements)}; the file was not written by torch.save of a DTensor, or is damaged",
-    )
-
-
-def _unsupported(fqn: str) -> Problem:
-    return Problem(
-        "sharded-tensor",
-        fqn,
-        "is a ShardedTensor (FSDP1 without a device mesh), which this version does not read; pass a device_mesh to "
-        "FullyShardedDataParallel and save again, or save a full state dict",
     )
 
 

@@ -33,8 +33,8 @@ class Archive:
     """A rank file as it was read.
 
     `records` by name without the archive's stem ("data/3", "data.pkl"). `entries` is the state dict: each value is a
-    PlainTensor, DTensor or ShardedTensorEntry of `merger.sources.dtensor`, or a plain Python value. `checksums` is
-    False where the file was saved without; then every `Record.crc32` is None.
+    PlainTensor, DTensor or ShardedTensor of the modules beside this one, or a plain Python value. `checksums` is False
+    where the file was saved without; then every `Record.crc32` is None.
     """
 
     file: SourceFile

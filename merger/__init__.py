@@ -16,10 +16,10 @@ from merger.errors import (
     UnsafePickleError,
 )
 from merger.inspect import InspectReport, inspect
-from merger.merge import MergeReport, merge
+from merger.merge import merge
+from merger.report import MergeReport
 from merger.verify import VerifyReport, verify
-
-__version__ = "0.1.0.dev0"
+from merger.version import __version__ as __version__
 
 __all__ = [
     "ArchiveError",

@@ -34,7 +34,7 @@ class Checkpoint:
     `tensors` by their saved names, in the order of their saving; `layouts` has those of them that were spread over
     ranks, the others are whole on every rank that has them. `others` are entries that are no tensors: name and what was
     found. `config_dir` is where config.json and the tokenizer lie, None where there is none. `notes` say what a person
-    should know; `problems` what makes it unfit to be merged.
+    should know; `problems` what makes it unfit to be merged; `located` how it was found, where another path was given.
     """
 
     path: Path
@@ -47,3 +47,4 @@ class Checkpoint:
     config_dir: Path | None
     notes: tuple[str, ...]
     problems: tuple[Problem, ...]
+    located: tuple[str, ...] = ()

@@ -104,7 +104,7 @@ def inspect(
             for fqn, tensor in source.tensors.items()
             if tensors is not None and fnmatchcase(fqn, tensors)
         ),
-        notes=source.notes,
+        notes=(*source.located, *source.notes),
         problems=source.problems,
     )
 

@@ -34,12 +34,16 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class SourceFile:
-    """A file with tensor data, as it was when its header was read. `rank` is None where files belong to no rank."""
+    """A file with tensor data, as it was when its header was read. `rank` is None where files belong to no rank.
+
+    `recorded_crc32` is a CRC-32 over all checksums that the file records, None where it records none.
+    """
 
     path: Path
     num_bytes: int
     mtime_ns: int
     rank: int | None
+    recorded_crc32: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from merger.checks import limit_problems, ranks_text, shape_text
 from merger.inspect import InspectReport, MeshSummary, TensorSummary
-from merger.merge import MergeReport
+from merger.report import MergeReport
 from merger.verify import TensorComparison, VerifyReport
 
 _WIDTH = 80

@@ -31,7 +31,9 @@ class Outputs:
     """What is to be written, in order, and what was decided on the way.
 
     `renamed` has the names that changed, from saved to written; `dropped` the saved names that are not written;
-    `casts` counts tensors by "float32 -> bfloat16". `ties_broken` says that config.json must no longer tie.
+    `casts` counts tensors by "float32 -> bfloat16". `tied` maps names that are not written to the one that is written
+    for them; `untied` those that are written although the architecture ties them. `ties_broken` says that config.json
+    must no longer tie.
     """
 
     tensors: tuple[OutputTensor, ...]
@@ -39,6 +41,8 @@ class Outputs:
     dropped: tuple[str, ...]
     casts: Mapping[str, int]
     ties_broken: bool
+    tied: Mapping[str, str]
+    untied: Mapping[str, str]
     notes: tuple[str, ...]
 
 
@@ -62,6 +66,7 @@ def choose_outputs(
     dropped: list[str] = []
     copies: dict[str, str] = {}
     ties_broken = False
+    tied: dict[str, str] = {}
     if architecture is not None:
         ignored = ignored_names(architecture, by_name)
         extra = unexpected_names(architecture, by_name)
@@ -92,6 +97,7 @@ def choose_outputs(
         dropped += [saved_as[name] for name in sorted(outcome.drop)]
         by_name = {name: tensor for name, tensor in by_name.items() if name not in outcome.drop}
         copies, ties_broken = outcome.copies, outcome.broken
+        tied = {alias: first for first, alias in (*ties.compare, *ties.absent)}
     # Where no architecture is to load it by name and shape, complex128 is kept in the nearest type that files have.
     pairs = [name for name, tensor in by_name.items() if architecture is None and tensor.dtype.name == "complex128"]
     if pairs:
@@ -117,7 +123,16 @@ def choose_outputs(
     if renamed:
         fqn, name = next(iter(renamed.items()))
         notes.append(f"names stripped of wrappers: {len(renamed)}, such as {fqn} -> {name}")
-    return Outputs(tensors, renamed, tuple(dropped), dict(casts), ties_broken, tuple(notes))
+    return Outputs(
+        tensors,
+        renamed,
+        tuple(dropped),
+        dict(casts),
+        ties_broken,
+        {} if ties_broken else tied,
+        tied if ties_broken else {},
+        tuple(notes),
+    )
 
 
 def main_dtype(tensors: Iterable[OutputTensor]) -> str | None:

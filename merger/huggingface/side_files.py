@@ -22,6 +22,8 @@ _WEIGHT_FILE = re.compile(
     r".*\.(safetensors|pt|pth|ckpt|gguf|ggml|h5|msgpack|onnx|onnx_data|ot|tflite|distcp|index\.json)"
     r"|((pytorch|diffusion_pytorch|adapter|openvino|flax|tf)_)?(model|consolidated).*\.bin"
 )
+# What `merge` itself writes beside the weights: one that lies there already is of another merge.
+REPORT_NAME = "merger_report.json"
 _CACHES = frozenset({".git", ".cache", "__pycache__", ".ipynb_checkpoints"})
 
 # A tokenizer needs at least one of these; tokenizer_config.json alone only describes it.
@@ -59,7 +61,7 @@ class SideFiles:
 
 
 def plan_side_files(config_dir: Path) -> SideFiles:
-    """Lists what to copy from a folder and its subfolders: everything but weights and caches.
+    """Lists what to copy from a folder and its subfolders: everything but weights, caches and the report of a merge.
 
     Symbolic links are followed, so that what is copied is files; one that leads nowhere is a problem.
     """
@@ -82,7 +84,7 @@ def plan_side_files(config_dir: Path) -> SideFiles:
                 problems.append(Problem("dangling-link", str(entry), message))
             elif entry.is_file() and not os.access(entry, os.R_OK):
                 problems.append(Problem("unreadable-file", str(entry), "it may not be read. Change its permissions."))
-            elif entry.is_file() and not _WEIGHT_FILE.fullmatch(entry.name):
+            elif entry.is_file() and not _WEIGHT_FILE.fullmatch(entry.name) and place != REPORT_NAME:
                 files.append(SideFile(place, entry.resolve(), entry.stat().st_size))
             else:
                 skipped.append(place)

@@ -28,9 +28,9 @@ def read_checkpoint(
     if shard_order is not None and shard_order not in get_args(DealOrder):
         choices = ", ".join(get_args(DealOrder))
         raise MergerError(Problem("bad-option", "shard_order", f"{shard_order!r} is none of {choices}"))
-    folder, notes = locate(path)
+    folder, located = locate(path)
     checkpoint = read_rank_files(folder, world_size=world_size, shard_order=shard_order, reduce_partial=reduce_partial)
-    return replace(checkpoint, notes=(*notes, *checkpoint.notes))
+    return replace(checkpoint, located=located)
 
 
 def read_any(

@@ -60,9 +60,9 @@ def read_archive(path: Path, *, rank: int | None = None) -> Archive:
             raise ArchiveError(Problem("not-an-archive", where, "This is no regular file; put the rank's file here."))
         with path.open("rb") as file:
             status = os.fstat(file.fileno())
-            source = SourceFile(path, status.st_size, status.st_mtime_ns, rank)
             _, records = read_records(file, status.st_size, where=where)
             records, checksums = _without_absent_checksums(records, where)
+            source = SourceFile(path, status.st_size, status.st_mtime_ns, rank, _crc32_of_checksums(records))
             reader = _checked_reader(file.fileno(), where)
             _check_notes(records, reader, where)
             entries = _entries(records, reader, where, rank)
@@ -81,6 +81,12 @@ def _without_absent_checksums(records: dict[str, Record], where: str) -> tuple[d
         message = "Some of its records have checksums and its data.pkl has none. The file is damaged; copy it again."
         raise ArchiveError(Problem("damaged-archive", where, message))
     return {name: Record(name, r.byte_offset, r.num_bytes, None) for name, r in records.items()}, False
+
+
+def _crc32_of_checksums(records: dict[str, Record]) -> int | None:
+    """One number for all that was recorded of a file's content: the CRC-32 of its CRC-32s, in the order of the file."""
+    recorded = [record.crc32 for record in records.values() if record.crc32 is not None]
+    return zlib.crc32(b"".join(crc32.to_bytes(4, "little") for crc32 in recorded)) if recorded else None
 
 
 def _checked_reader(fd: int, where: str) -> Callable[[Record], bytes]:

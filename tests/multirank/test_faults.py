@@ -433,7 +433,7 @@ MERGED: dict[str, tuple[str, ...]] = {
     "remote_code": (TIED,),
     "tokenizer_missing": (
         TIED,
-        "@/huggingface holds no tokenizer, so the output has none; copy it from the base model",
+        "beside config.json is no tokenizer, so the output has none; copy it from the base model",
     ),
 }
 

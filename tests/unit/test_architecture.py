@@ -17,12 +17,14 @@ MODULES = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob(
 # From the bottom to the top; a room imports from those below it only. Rooms of one line do not know of one another,
 # but the modules of one folder (`sources`, `huggingface`) do. A new module needs a place here, which is a decision.
 LAYERS = (
-    ("errors", "dtypes", "sharding", "places"),
+    ("errors", "dtypes", "sharding", "places", "version"),
     ("operations",),
     ("tensors",),
     ("checkpoint", "checks", "plan", "casting", "computing", "checksums", "publish"),
     ("reading", "sources", "huggingface"),
     ("writer", "comparing", "inspect"),
+    ("planning",),
+    ("report",),
     ("merge", "verify"),
     ("__init__", "terminal"),
     ("cli",),

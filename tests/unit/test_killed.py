@@ -157,7 +157,7 @@ def is_whole(out: Path, names: set[str], tensors: dict[str, torch.Tensor]) -> bo
 def state_of(out: Path, checkpoint: Path) -> Literal["absent", "old", "new", "half-made"]:
     if not out.exists():
         return "absent"
-    if is_whole(out, {"model.safetensors"}, truth(checkpoint)):
+    if is_whole(out, {"merger_report.json", "model.safetensors"}, truth(checkpoint)):
         return "new"
     return "old" if is_whole(out, {"config.json", "model.safetensors"}, OLD) else "half-made"
 
@@ -333,7 +333,7 @@ def test_a_disk_that_is_too_small_is_refused_before_anything_is_written(
 ) -> None:
     """L9: one byte short is refused, and just enough is enough."""
     merger.merge(small, tmp_path / "measured", weights_only=True)
-    needed = (tmp_path / "measured" / "model.safetensors").stat().st_size
+    needed = sum(path.stat().st_size for path in (tmp_path / "measured").iterdir())
     prepared(out, before)
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=needed - 1))

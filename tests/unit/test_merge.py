@@ -173,11 +173,12 @@ def test_a_target_that_is_not_empty_is_refused(checkpoint: Path, tmp_path: Path)
     with pytest.raises(TargetError) as caught:
         merger.merge(checkpoint, tmp_path / "out", weights_only=True)
     assert str(caught.value) == (
-        f"{tmp_path / 'out'}: is not empty (it holds model.safetensors, stale.safetensors); choose another directory, "
-        "or replace the whole of it with --overwrite"
+        f"{tmp_path / 'out'}: is not empty (it holds merger_report.json, model.safetensors, stale.safetensors); choose "
+        "another directory, or replace the whole of it with --overwrite"
     )
     merger.merge(checkpoint, tmp_path / "out", weights_only=True, overwrite=True)
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["model.safetensors"]
+    names = sorted(path.name for path in (tmp_path / "out").iterdir())
+    assert names == ["merger_report.json", "model.safetensors"]
 
 
 @pytest.mark.parametrize("place", [".", "..", "../checkpoint"])
@@ -205,7 +206,7 @@ def test_the_order_of_keys_never_changes_the_output(tmp_path: Path) -> None:
         folder.mkdir()
         state = {f"layers.{n}.w": torch.full((2, 3), float(n)) for n in range(12)}
         torch.save(dict(list(state.items())[::order]), folder / "model_world_size_1_rank_0.pt")
-        merger.merge(folder, tmp_path / f"out{number}", weights_only=True, max_shard_size=60)
+        merger.merge(folder, tmp_path / f"out{number}", weights_only=True, max_shard_size=60, report=False)
     assert all_bytes(tmp_path / "out0") == all_bytes(tmp_path / "out1")
     index = json.loads((tmp_path / "out0" / "model.safetensors.index.json").read_bytes())
     assert index["weight_map"]["layers.2.w"] == "model-00002-of-00006.safetensors"

@@ -102,6 +102,14 @@ class TestPlan:
         fill(tmp_path, *files)
         assert plan_side_files(tmp_path).has_tokenizer is has_tokenizer
 
+    def test_the_report_of_an_earlier_merge_is_left_where_it_is(self, tmp_path: Path) -> None:
+        (tmp_path / "deep").mkdir()
+        for place in ("config.json", "merger_report.json", "deep/merger_report.json"):
+            (tmp_path / place).write_bytes(b"{}")
+        plan = plan_side_files(tmp_path)
+        assert [file.relative_path for file in plan.files] == ["config.json", "deep/merger_report.json"]
+        assert plan.skipped == ("merger_report.json",)
+
     def test_links_are_followed_to_files_and_folders(self, tmp_path: Path) -> None:
         fill(tmp_path, "blobs/a1b2", "elsewhere/tool_use.jinja")
         folder = tmp_path / "snapshot"

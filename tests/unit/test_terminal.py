@@ -9,7 +9,7 @@ import pytest
 
 from merger.errors import Problem
 from merger.inspect import InspectReport, MeshSummary, TensorSummary
-from merger.merge import MergeReport
+from merger.report import MergeReport
 from merger.terminal import inspect_text, merge_text, size_text, verify_text
 from merger.verify import TensorComparison, VerifyReport
 

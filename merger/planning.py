@@ -1,0 +1,238 @@
+"""Plans a merge: checks all of a checkpoint and says what is written, before a byte is.
+
+One function of a checkpoint and the options that decide the output, so that a merge can be planned again later and its
+output held against it. Reads headers, and of the data only what a plan hangs on: whether replicas and ties agree.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+from typing import Literal, TypeAlias, get_args
+
+from merger.checkpoint import Checkpoint
+from merger.checks import limit_problems, replica_pairs
+from merger.comparing import differing_replicas, first_difference, same_records
+from merger.errors import CheckpointError, Faults, MergerError, ModelError, Problem
+from merger.huggingface.expected import Architecture, expected_architecture, generation_config_complaint, read_config
+from merger.huggingface.outputs import Outputs, Unexpected, choose_outputs, main_dtype
+from merger.huggingface.side_files import SideFiles, config_bytes, output_config, plan_side_files
+from merger.plan import OutputTensor, Plan, parse_size, plan_output
+from merger.reading import SourceReader
+from merger.sharding import DealOrder
+from merger.tensors import StoredTensor, in_files
+
+DTypeChoice: TypeAlias = Literal["auto", "keep", "float32", "float16", "bfloat16"]
+
+
+@dataclass(frozen=True, slots=True)
+class MergeOptions:
+    """What decides the bytes of an output, as `merge` documents it. `config` is None for that of the checkpoint."""
+
+    dtype: DTypeChoice
+    max_shard_size: int | str
+    unexpected: Unexpected
+    weights_only: bool
+    config: Path | None
+    world_size: int | None
+    shard_order: DealOrder | None
+    reduce_partial: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedMerge:
+    """What a merge of `source` writes.
+
+    `config_dir` is where the config and the other side files come from, None where weights alone are merged; `replaced`
+    are the new bytes of those side files that change. `notes` say what was decided, without any path, so that they are
+    the same wherever the checkpoint lies.
+    """
+
+    source: Checkpoint
+    config_dir: Path | None
+    outputs: Outputs
+    plan: Plan
+    side_files: SideFiles
+    replaced: dict[str, bytes]
+    notes: tuple[str, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """How many bytes the planned files take."""
+        weights = sum(file.num_bytes for file in self.plan.files) + len(self.plan.index or b"")
+        return weights + self.side_files.num_bytes
+
+
+def checked_limit(options: MergeOptions) -> int:
+    """The most bytes per weight file; raises what is wrong with the options that have no meaning of their own."""
+    problems = [
+        Problem("bad-option", name, f"{value!r} is none of {', '.join(choices)}")
+        for name, value, choices in (
+            ("dtype", options.dtype, get_args(DTypeChoice)),
+            ("unexpected", options.unexpected, get_args(Unexpected)),
+        )
+        if value not in choices
+    ]
+    limit = 0
+    try:
+        size = options.max_shard_size
+        limit = parse_size(size) if isinstance(size, str) else size
+        if limit < 1:
+            problems.append(Problem("bad-option", "max_shard_size", f"{limit} is no positive number of bytes"))
+    except ValueError as error:
+        problems.append(Problem("bad-option", "max_shard_size", str(error)))
+    if problems:
+        raise MergerError(problems)
+    return limit
+
+
+def check_source(
+    source: Checkpoint, options: MergeOptions, *, check_replicas: bool, faults: Faults
+) -> Architecture | None:
+    """Checks all of `source`, and says what its config expects; None where weights alone are merged.
+
+    What is wrong is raised at once, together with what `faults` hold already. `check_replicas` reads replicas in full.
+    """
+    architecture = None
+    with SourceReader() as reader:
+        with faults:
+            _check_bytes(reader, source, in_full=check_replicas)
+        with faults:
+            architecture = None if options.weights_only else expected_architecture(_config_dir(source, options))
+        faults.raise_all()
+    return architecture
+
+
+def plan_merge(
+    source: Checkpoint, options: MergeOptions, architecture: Architecture | None, *, target: Path
+) -> PlannedMerge:
+    """Plans the merge of a `source` that was checked, and is of `architecture`, into `target`.
+
+    Raises `ModelError` with all that does not fit the architecture.
+    """
+    config_dir = None if options.weights_only else _config_dir(source, options)
+    with SourceReader() as reader:
+        outputs = choose_outputs(
+            source.tensors,
+            architecture,
+            dtype=_target_dtype(options.dtype, architecture),
+            unexpected=options.unexpected,
+            are_equal=lambda first, other: _are_equal(reader, first, other),
+        )
+    plan = plan_output(
+        outputs.tensors,
+        max_shard_size=checked_limit(options),
+        num_parameters=_num_parameters(outputs.tensors, architecture),
+    )
+    side_files, replaced, notes = _plan_side_files(config_dir, target, outputs)
+    notes = (*source.notes, *outputs.notes, *notes)
+    return PlannedMerge(source, config_dir, outputs, plan, side_files, replaced, notes)
+
+
+def _check_bytes(reader: SourceReader, source: Checkpoint, *, in_full: bool) -> None:
+    """Raises all that is wrong with the checkpoint, and what only its bytes can tell: where replicas differ."""
+    problems = [problem for problem in source.problems if problem.kind != "replicas-differ"]
+    at_fault = {problem.where.rpartition(": ")[2] for problem in problems}
+    for tensor in source.tensors.values():
+        if tensor.fqn in at_fault:
+            continue
+        for stored in in_files(tensor):
+            problems += differing_replicas(reader, stored, replica_pairs(stored, in_full=in_full))
+    if problems:
+        raise CheckpointError(limit_problems(problems))
+
+
+def _config_dir(source: Checkpoint, options: MergeOptions) -> Path:
+    """The folder with config.json and what else lies beside the weights."""
+    config_dir = options.config or source.config_dir
+    if config_dir is None:
+        raise ModelError(
+            Problem(
+                "no-config",
+                str(source.path),
+                "has no huggingface/ folder with config.json; give the folder of the base model with --config DIR, "
+                "or merge the weights alone with --weights-only",
+            )
+        )
+    return config_dir
+
+
+def _target_dtype(choice: DTypeChoice, architecture: Architecture | None) -> str | None:
+    if choice == "keep":
+        return None
+    if choice == "auto":
+        return None if architecture is None else architecture.dtype
+    return choice
+
+
+def _num_parameters(tensors: Sequence[OutputTensor], architecture: Architecture | None) -> int | None:
+    """How many elements are parameters, as the index of a model states it; None where the architecture is not known."""
+    if architecture is None:
+        return None
+    return sum(prod(tensor.source.shape) for tensor in tensors if tensor.name not in architecture.buffers)
+
+
+def _are_equal(reader: SourceReader, first: StoredTensor, other: StoredTensor) -> bool:
+    if (first.shape, first.dtype) != (other.shape, other.dtype):
+        return False
+    return same_records(first, other) or first_difference(reader, first, other) is None
+
+
+def _plan_side_files(
+    config_dir: Path | None, target: Path, outputs: Outputs
+) -> tuple[SideFiles, dict[str, bytes], tuple[str, ...]]:
+    """What lies beside the weights, the new bytes of config.json, and what is to be said of it."""
+    if config_dir is None:
+        return SideFiles((), (), has_tokenizer=False, problems=()), {}, ()
+    side_files = plan_side_files(config_dir)
+    # An output inside the folder of the config, or what a killed run left of one, is not part of what is copied.
+    inside = {target.resolve(), *(target.resolve().parent / f".{target.name}.{end}" for end in ("merging", "replaced"))}
+    beside = [
+        file for file in side_files.files if inside.isdisjoint((config_dir / file.relative_path).absolute().parents)
+    ]
+    side_files = replace(side_files, files=tuple(beside))
+    problems = [
+        *side_files.problems,
+        *(
+            Problem(
+                "target-is-source",
+                str(config_dir / file.relative_path),
+                f"is a link into {target}, which is to be replaced; put the file itself there",
+            )
+            for file in beside
+            if file.source.is_relative_to(target.resolve())
+        ),
+    ]
+    if problems:
+        raise ModelError(problems)
+    notes = []
+    config = read_config(config_dir)
+    changed = output_config(config, dtype=main_dtype(outputs.tensors), tied=False if outputs.ties_broken else None)
+    replaced = {"config.json": config_bytes((config_dir / "config.json").read_bytes(), changed)}
+    if changed != config:
+        keys = sorted(key for key in {*config, *changed} if config.get(key) != changed.get(key))
+        notes.append("config.json: " + ", ".join(f"{key} set to {_json(changed.get(key))}" for key in keys))
+    if "quantization_config" in config and not any(_is_quantised(tensor) for tensor in outputs.tensors):
+        notes.append(
+            "config.json has a quantization_config, but no tensor is of a quantised type: readers may take the weights "
+            "for what they are not; remove the entry if the model was not quantised"
+        )
+    if side_files.skipped:
+        notes.append(f"left beside config.json: {', '.join(side_files.skipped)}")
+    if not side_files.has_tokenizer:
+        notes.append("beside config.json is no tokenizer, so the output has none; copy it from the base model")
+    if (complaint := generation_config_complaint(config_dir)) is not None:
+        notes.append(f"generation_config.json was copied as it is, but transformers objects to it: {complaint}")
+    return side_files, replaced, tuple(notes)
+
+
+def _is_quantised(tensor: OutputTensor) -> bool:
+    return tensor.dtype.itemsize == 1 and tensor.dtype.name != "bool"
+
+
+def _json(value: object) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else "a new value"  # noqa: PLR2004 - fits a line

@@ -93,6 +93,7 @@ def _merge(options: argparse.Namespace) -> int:
             shard_order=options.shard_order,
             reduce_partial=options.reduce_partial,
             workers=options.workers,
+            report=not options.no_report,
             progress=progress,
         )
     _print(options, report, terminal.merge_text(report))
@@ -220,6 +221,7 @@ def _add_merge(parser: argparse.ArgumentParser) -> None:
         "--check-replicas", action="store_true", help="read and compare replicas in full, not by checksum only"
     )
     parser.add_argument("--workers", type=_positive, metavar="N", help="threads that copy (up to 4 by default)")
+    parser.add_argument("--no-report", action="store_true", help="do not write merger_report.json into OUT")
     parser.add_argument("--quiet", action="store_true", help="print nothing but errors")
     _add_source_options(parser)
     _add_verl_options(parser)

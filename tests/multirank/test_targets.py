@@ -51,7 +51,7 @@ def test_a_target_with_stale_files_is_refused_or_swapped_out_whole(
         merger.merge(folder, out)
     assert str(caught.value) == (
         f"{out}: is not empty (it holds chat_template.jinja, config.json, generation_config.json, "
-        f"model-00001-of-00003.safetensors, model-00002-of-00003.safetensors and {len(stale) - 5} more); choose "
+        f"merger_report.json, model-00001-of-00003.safetensors and {len(stale) - 5} more); choose "
         "another directory, or replace the whole of it with --overwrite"
     )
     merger.merge(folder, out, overwrite=True)

@@ -74,7 +74,7 @@ def test_the_public_names_are_a_decision() -> None:
             {
                 "--dtype", "--max-shard-size", "--overwrite", "--dry-run", "--world-size", "--config", "--weights-only",
                 "--unexpected", "--no-checksum", "--check-replicas", "--shard-order", "--reduce-partial", "--workers",
-                "--json", "--quiet",
+                "--json", "--quiet", "--no-report",
             },
         ),
         ("inspect", {"--tensors", "--world-size", "--shard-order", "--reduce-partial", "--json"}),

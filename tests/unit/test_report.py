@@ -160,5 +160,6 @@ def test_what_is_no_report_is_said_to_be_none(content: bytes, tmp_path: Path) ->
     with pytest.raises(TargetError) as caught:
         read_report(tmp_path)
     assert str(caught.value) == (
-        f'{tmp_path}/merger_report.json: is no JSON object with "options", as a merge writes it; delete it to go without'
+        f'{tmp_path}/merger_report.json: is no JSON object with "options", as a merge writes it; delete it to go '
+        "without"
     )

@@ -19,7 +19,7 @@ from merger.errors import Problem, TargetError
 from merger.huggingface.side_files import REPORT_NAME
 from merger.plan import Plan
 from merger.planning import MergeOptions, PlannedMerge, checked_limit
-from merger.tensors import SourceFile, distinct_chunks, in_files
+from merger.tensors import Computation, SourceFile, StoredTensor, distinct_chunks, in_files
 from merger.version import __version__
 
 # Changes where a field gets another meaning; new fields may come at any time.
@@ -50,13 +50,23 @@ class SourceSummary:
 
 
 @dataclass(frozen=True, slots=True)
+class ComputedSummary:
+    """What made a tensor, or a part of it: the operation with its settings, and the saved names that it took."""
+
+    operation: str
+    settings: dict[str, Any]
+    inputs: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class MergeReport:
     """What a merge did, or with `dry_run` would do.
 
     `num_bytes` is that of all tensor data written; `dtypes` counts the tensors written by element type, `casts` those
     cast, by "float32 -> bfloat16", and `cast_names` names them. `renamed` maps saved names to written ones where they
     differ; `dropped` are saved names not written. `tied` maps names that are not written to the one that is written
-    for them, `untied` those that are written although the architecture ties them. `versions` are those of this package
+    for them, `untied` those that are written although the architecture ties them. `computed` says of the written
+    tensors that are no copies which operation made them of which saved ones. `versions` are those of this package
     and of others on which the output depends, None where one is not installed; `options` what was asked for. `notes`
     are sentences for people: ties, left-out entries, missing tokenizers and the like.
     """
@@ -78,6 +88,7 @@ class MergeReport:
     cast_names: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     tied: dict[str, str] = dataclasses.field(default_factory=dict)
     untied: dict[str, str] = dataclasses.field(default_factory=dict)
+    computed: dict[str, tuple[ComputedSummary, ...]] = dataclasses.field(default_factory=dict)
     sources: tuple[SourceSummary, ...] = ()
     versions: dict[str, str | None] = dataclasses.field(default_factory=dict)
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -110,6 +121,7 @@ def merge_report(
         cast_names={kind: tuple(names) for kind, names in cast_names.items()},
         tied=dict(outputs.tied),
         untied=dict(outputs.untied),
+        computed={tensor.name: made for tensor in outputs.tensors if (made := _computed(tensor.source))},
         sources=_sources(source, planned.plan, checksum=checksum and not dry_run),
         versions={"merger": __version__, **{name: _version(name) for name in _PACKAGES}},
         options={**_stated(options, planned), "checksum": checksum},
@@ -139,6 +151,18 @@ def read_report(folder: Path) -> dict[str, Any] | None:
         message = 'is no JSON object with "options", as a merge writes it; delete it to go without'
         raise TargetError(Problem("bad-report", str(folder / REPORT_NAME), message))
     return fields
+
+
+def _computed(tensor: StoredTensor) -> tuple[ComputedSummary, ...]:
+    computations = {chunk.file: None for chunk in tensor.chunks if isinstance(chunk.file, Computation)}
+    return tuple(
+        ComputedSummary(
+            type(one.operation).__name__.lower(),
+            dataclasses.asdict(one.operation),
+            tuple(dict.fromkeys(stored.fqn for part in one.inputs for stored in in_files(part))),
+        )
+        for one in computations
+    )
 
 
 def _sources(source: Checkpoint, plan: Plan, *, checksum: bool) -> tuple[SourceSummary, ...]:

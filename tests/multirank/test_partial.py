@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
@@ -98,6 +99,9 @@ def test_a_merge_that_reduces_is_verified_and_inspected_with_the_same_option(poo
     folder, _ = saved(pool, tmp_path / "checkpoint", [spec], 2)
     merged(folder, tmp_path / "out")
     assert merger.verify(folder, tmp_path / "out", reduce_partial=True).is_equal
+    report = json.loads((tmp_path / "out" / "merger_report.json").read_bytes())
+    assert report["computed"] == {"w": [{"operation": "reduce", "settings": {"kind": "sum"}, "inputs": ["w"]}]}
+    assert [source["verified_bytes"] for source in report["sources"]] == [4 * 35, 4 * 35]
     assert [problem.kind for problem in merger.inspect(folder).problems] == ["partial"]
     assert merger.inspect(folder, reduce_partial=True).problems == ()
 

@@ -86,6 +86,7 @@ def test_the_whole_report_of_a_cast_of_wrapped_names(tmp_path: Path) -> None:
         "cast_names": {"float32 -> bfloat16": ["a.weight"]},
         "tied": {},
         "untied": {},
+        "computed": {},
     }
 
 

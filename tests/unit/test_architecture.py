@@ -20,7 +20,7 @@ LAYERS = (
     ("errors", "dtypes", "sharding", "places", "version"),
     ("operations",),
     ("tensors",),
-    ("checkpoint", "checks", "plan", "casting", "computing", "checksums", "publish"),
+    ("algebra", "checkpoint", "checks", "plan", "casting", "computing", "checksums", "publish"),
     ("reading", "sources", "huggingface"),
     ("writer", "comparing", "inspect"),
     ("planning",),
@@ -37,7 +37,7 @@ USERS = {
     "torch": {"casting.py", "computing.py", "verify.py", "huggingface/expected.py"},
     "transformers": {"huggingface/expected.py"},
 }
-PURE = ("errors", "dtypes", "operations", "tensors", "sharding", "checks", "plan", "checkpoint")
+PURE = ("errors", "dtypes", "operations", "tensors", "algebra", "sharding", "checks", "plan", "checkpoint")
 
 
 def imports(tree: ast.AST) -> Iterator[str]:

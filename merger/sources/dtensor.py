@@ -5,7 +5,7 @@ From the inert records of the unpickler to typed ones. No tensor data is read, o
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from merger.dtypes import DType
@@ -81,7 +81,7 @@ class Decoder:
     __slots__ = ("_file_rank", "_meshes", "_plain", "_read_record", "_records", "_sharded_tensors")
 
     def __init__(
-        self, records: dict[str, Record], *, read_record: Callable[[Record], bytes], file_rank: int | None
+        self, records: Mapping[str, Record], *, read_record: Callable[[Record], bytes], file_rank: int | None
     ) -> None:
         self._records = records
         self._read_record = read_record

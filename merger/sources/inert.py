@@ -53,15 +53,21 @@ class Instance:
 
 
 class StorageRef:
-    """A persistent id: the storage in record `data/<key>`, of `num_elements` of `dtype` (of bytes if that is None)."""
+    """A persistent id: the storage in record `data/<key>`, of `num_elements` of `dtype` (of bytes if that is None).
 
-    __slots__ = ("dtype", "key", "location", "num_elements")
+    `view` is the part of it that is meant, as (offset, number of elements); None for all of it.
+    """
 
-    def __init__(self, dtype: DType | None, key: str, location: str, num_elements: int) -> None:
+    __slots__ = ("dtype", "key", "location", "num_elements", "view")
+
+    def __init__(
+        self, dtype: DType | None, key: str, location: str, num_elements: int, view: tuple[int, int] | None = None
+    ) -> None:
         self.dtype = dtype
         self.key = key
         self.location = location
         self.num_elements = num_elements
+        self.view = view
 
 
 _PLACEMENTS = ("Shard", "_StridedShard", "Replicate", "Partial")

@@ -66,15 +66,19 @@ def local_tensor(func: str, args: tuple[Inert, ...], records: Mapping[str, Recor
     record = records.get(f"data/{storage.key}")
     if record is None:
         raise MalformedError(f"its storage data/{storage.key} is not in the file")
-    num_bytes = storage.num_elements * (storage.dtype.itemsize if storage.dtype else 1)
+    unit = storage.dtype.itemsize if storage.dtype else 1
+    num_bytes = storage.num_elements * unit
     if num_bytes > record.num_bytes:
         raise MalformedError(f"its storage claims {num_bytes} bytes, {record.name} has {record.num_bytes}")
+    start = record.byte_offset
+    if storage.view is not None:
+        start, num_bytes = start + storage.view[0] * unit, storage.view[1] * unit
     offset = fields.natural(args[1], "storage offset")
     sizes = fields.naturals(args[2], "shape")
     strides = fields.naturals(args[3], "stride")
     _check_bounds(sizes, strides, offset, num_bytes // dtype.itemsize)
     # The same integer object where it can be: half a million of these are kept for a large checkpoint.
-    byte_offset = record.byte_offset + offset * dtype.itemsize if offset else record.byte_offset
+    byte_offset = start + offset * dtype.itemsize if offset else start
     return LocalTensor(dtype, sizes, strides, record, byte_offset, intern(storage.location))
 
 

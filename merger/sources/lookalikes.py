@@ -6,8 +6,6 @@ import os
 
 from merger.errors import Problem
 
-# The magic number that `torch.save` pickles first in its format of before torch 1.6; a protocol opcode is before it.
-_LEGACY_MAGIC = b"\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19"
 _ZIP_START = b"PK\x03\x04"
 _ZIP_END = b"PK\x05\x06"
 _ZIP_END_BYTES = 22
@@ -25,12 +23,6 @@ def problem_of_no_archive(fd: int, num_bytes: int, *, where: str) -> Problem:
         return Problem(
             "empty-file", where, f"The file is empty (0 bytes): it was never written to its end; {_COPY_AGAIN}."
         )
-    if _LEGACY_MAGIC in head[:32]:
-        message = (
-            f"The file ({num_bytes:,} bytes) was saved in the old non-zip format of torch.save; load it with the torch "
-            "that wrote it and save again with the default format."
-        )
-        return Problem("legacy-format", where, message)
     if head.startswith(_ZIP_START):
         if tail.startswith(_ZIP_END):
             message = f"The directory of this torch.save archive ({num_bytes:,} bytes) is damaged; {_COPY_AGAIN}."

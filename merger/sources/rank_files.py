@@ -169,9 +169,11 @@ def _proven_differences(tensor: StoredTensor) -> list[Problem]:
 
 def _notes(files: Sequence[RankPart], others: dict[str, str]) -> tuple[str, ...]:
     notes = []
-    unchecked = [part.file.rank for part in files if not part.checksums and part.file.rank is not None]
-    if unchecked:
-        notes.append(f"{ranks_text(unchecked)}: saved with checksums off, so damage to the files cannot be noticed")
+    for is_legacy, how in ((False, "with checksums off"), (True, "in the old format of torch.save, without checksums")):
+        unchecked = [part.file.rank for part in files if not part.checksums and part.is_legacy == is_legacy]
+        if unchecked:
+            ranks = ranks_text(rank for rank in unchecked if rank is not None)
+            notes.append(f"{ranks}: saved {how}, so damage to the files cannot be noticed")
     if others:
         listed = ", ".join(f"{fqn} ({kind})" for fqn, kind in list(others.items())[:5])
         more = f" and {len(others) - 5} more" if len(others) > 5 else ""  # noqa: PLR2004 - as many as are listed

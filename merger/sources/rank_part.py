@@ -53,11 +53,12 @@ class Part:
 class RankPart:
     """A rank's file: its parts by name in the order of their saving, and what is wrong with it as a whole.
 
-    `checksums` is False where the file was saved without.
+    `checksums` is False where the file was saved without, `is_legacy` True where it is in the old format of torch.save.
     """
 
     file: SourceFile
     checksums: bool
+    is_legacy: bool
     parts: dict[str, Part]
     problems: tuple[Problem, ...]
 
@@ -71,7 +72,7 @@ def read_rank_part(path: Path, rank: int, shard_order: DealOrder | None) -> Rank
     archive = read_archive(path, rank=rank)
     parts = _Parts(archive.file, shard_order)
     by_name = {fqn: parts.part(fqn, entry) for fqn, entry in archive.entries.items()}
-    return RankPart(archive.file, archive.checksums, by_name, _check_rank(archive))
+    return RankPart(archive.file, archive.checksums, archive.is_legacy, by_name, _check_rank(archive))
 
 
 class _Parts:

@@ -1,8 +1,9 @@
-"""Reads one `torch.save` archive: its directory, and its state dict as typed, inert entries. No tensor data is read.
+"""Reads one `torch.save` file: where its storages lie, and its state dict as typed, inert entries, not tensor data.
 
-Neither torch nor the pickle module is used: files are untrusted, and what they pickle is never run. All that can be
-wrong with the file by itself is found here (but for the checksums of tensor data, which the writer verifies on the
-bytes that it copies); whether files fit together is for others to say.
+It is a zip archive, or of the format of before torch 1.6, which is read by `torch_legacy`. Neither torch nor the pickle
+module is used: files are untrusted, and what they pickle is never run. All that can be wrong with the file by itself is
+found here (but for the checksums of tensor data, which the writer verifies on the bytes that it copies); whether files
+fit together is for others to say.
 """
 
 from __future__ import annotations
@@ -10,20 +11,22 @@ from __future__ import annotations
 import os
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from sys import intern
+from typing import BinaryIO
 
 from merger.errors import ArchiveError, Problem
 from merger.sources import unpickler
-from merger.sources.dtensor import Decoder
-from merger.sources.fields import MalformedError, shown
-from merger.sources.inert import TENSOR_CALLS, Call, Inert
+from merger.sources.inert import Inert
+from merger.sources.state_dict import decode_state_dict
+from merger.sources.torch_legacy import is_legacy, read_legacy
 from merger.sources.zip_directory import read_records
 from merger.tensors import Record, SourceFile
 
 # 5,000 DTensors take 2 MB of pickle. More than this is no state dict, and is not read into memory.
 _MAX_PICKLE_BYTES = 512 << 20
+# Enough to tell the two formats apart.
+_HEAD_BYTES = 32
 # Records other than the pickle and tensor data (version, byteorder, serialization_id) have 40 bytes at most.
 _MAX_NOTE_BYTES = 1 << 16
 
@@ -32,19 +35,21 @@ _MAX_NOTE_BYTES = 1 << 16
 class Archive:
     """A rank file as it was read.
 
-    `records` by name without the archive's stem ("data/3", "data.pkl"). `entries` is the state dict: each value is a
+    `records` by name without the archive's stem ("data/3", "data.pkl"); of a file in the old format the storages only,
+    by the keys that it gives them ("data/94063"). `entries` is the state dict: each value is a
     PlainTensor, DTensor or ShardedTensor of the modules beside this one, or a plain Python value. `checksums` is False
-    where the file was saved without; then every `Record.crc32` is None.
+    where the file was saved without; then every `Record.crc32` is None. `is_legacy` says that it is in the old format.
     """
 
     file: SourceFile
     records: dict[str, Record]
     entries: dict[str, object]
     checksums: bool
+    is_legacy: bool
 
 
 def read_archive(path: Path, *, rank: int | None = None) -> Archive:
-    """Reads the directory and the state dict of the `torch.save` archive at `path`.
+    """Reads the directory and the state dict of the file at `path`, which `torch.save` wrote.
 
     `rank` is the rank that the file's name says: it is kept in `Archive.file`, and resolves a sub-mesh in those rare
     files (of torch 2.10.0) that do not say themselves which rank saved them.
@@ -60,16 +65,29 @@ def read_archive(path: Path, *, rank: int | None = None) -> Archive:
             raise ArchiveError(Problem("not-an-archive", where, "This is no regular file; put the rank's file here."))
         with path.open("rb") as file:
             status = os.fstat(file.fileno())
-            _, records = read_records(file, status.st_size, where=where)
-            records, checksums = _without_absent_checksums(records, where)
-            source = SourceFile(path, status.st_size, status.st_mtime_ns, rank, _crc32_of_checksums(records))
-            reader = _checked_reader(file.fileno(), where)
-            _check_notes(records, reader, where)
-            entries = _entries(records, reader, where, rank)
+            source = SourceFile(path, status.st_size, status.st_mtime_ns, rank)
+            with unpickler.gc_paused():
+                return _read(file, source, where)
     except OSError as error:
         message = f"The file cannot be read: {error.strerror or error}."
         raise ArchiveError(Problem("unreadable", where, message)) from error
-    return Archive(source, records, entries, checksums)
+
+
+def _read(file: BinaryIO, source: SourceFile, where: str) -> Archive:
+    fd = file.fileno()
+    read = _checked_reader(fd, where)
+    legacy = is_legacy(os.pread(fd, _HEAD_BYTES, 0))
+    if legacy:
+        value, records = read_legacy(fd, source.num_bytes, where=where)
+        checksums = False
+    else:
+        _, records = read_records(file, source.num_bytes, where=where)
+        records, checksums = _without_absent_checksums(records, where)
+        source = replace(source, recorded_crc32=_crc32_of_checksums(records))
+        _check_notes(records, read, where)
+        value = _pickled(records, read, where)
+    entries = decode_state_dict(value, records, read_record=read, where=where, file_rank=source.rank)
+    return Archive(source, records, entries, checksums, legacy)
 
 
 def _without_absent_checksums(records: dict[str, Record], where: str) -> tuple[dict[str, Record], bool]:
@@ -124,44 +142,9 @@ def _check_notes(records: dict[str, Record], read: Callable[[Record], bytes], wh
             raise ArchiveError(Problem("byte-order", where, message))
 
 
-def _entries(
-    records: dict[str, Record], read: Callable[[Record], bytes], where: str, rank: int | None
-) -> dict[str, object]:
+def _pickled(records: dict[str, Record], read: Callable[[Record], bytes], where: str) -> Inert:
     pickle = records["data.pkl"]
     if pickle.num_bytes > _MAX_PICKLE_BYTES:
         message = f"Its data.pkl has {pickle.num_bytes:,} bytes; a state dict has a few million at most."
         raise ArchiveError(Problem("bad-pickle", where, message))
-    with unpickler.gc_paused():
-        value = _state_dict(unpickler.load(read(pickle), where=where), where)
-        decoder = Decoder(records, read_record=read, file_rank=rank)
-        entries: dict[str, object] = {}
-        for fqn, item in value.items():
-            try:
-                entries[intern(fqn)] = decoder.entry(item)
-            except MalformedError as error:
-                name = fqn if fqn.isprintable() else ascii(fqn)
-                raise ArchiveError(Problem("bad-tensor", where, f"{name}: {error}.")) from None
-        return entries
-
-
-def _state_dict(value: Inert, where: str) -> dict[str, Inert]:
-    """`value`, if it is a dict of names to tensors and such."""
-    if value.__class__ is not dict:
-        found = "a tensor" if _is_tensor(value) else shown(value)
-        raise ArchiveError(Problem("not-a-state-dict", where, f"The file holds {found}, not a state dict."))
-    state_dict: dict[Inert, Inert] = value
-    for key, item in state_dict.items():
-        if key.__class__ is not str:
-            message = f"The file holds a dict with {shown(key)} as a key, not a state dict."
-            raise ArchiveError(Problem("not-a-state-dict", where, message))
-        if item.__class__ is dict and any(_is_tensor(part) for part in item.values()):
-            message = (
-                f"The file holds a dict with a nested state dict under {key!a}, not a state dict. "
-                f"Save that part by itself: torch.save(checkpoint[{key!a}], path)."
-            )
-            raise ArchiveError(Problem("not-a-state-dict", where, message))
-    return state_dict
-
-
-def _is_tensor(value: Inert) -> bool:
-    return value.__class__ is Call and value.func in TENSOR_CALLS
+    return unpickler.load(read(pickle), where=where)

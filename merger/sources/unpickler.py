@@ -58,8 +58,16 @@ class _BadPickleError(Exception):
     """What is wrong with the opcodes, as half a sentence; `load` says of which file."""
 
 
+class _TooEarlyError(Exception):
+    """The data end before the pickle does."""
+
+
 class _UnsafeError(Exception):
     """The name of the global that was refused."""
+
+
+class CutShortError(ArchiveError):
+    """A pickle goes on behind the end of the data, as far as can be told from what is there."""
 
 
 @contextmanager
@@ -86,34 +94,52 @@ def load(data: bytes, *, where: str) -> Inert:
         UnsafePickleError: it names a global that is not on the list; `where` is the place in the Problem.
         ArchiveError: it is cut short, malformed, or uses opcodes that torch never writes.
     """
+    value, _, _ = load_next(data, 0, where=where, name="data.pkl")
+    return value
+
+
+def load_next(
+    data: bytes, start: int, *, where: str, name: str = "its pickle"
+) -> tuple[Inert, int, tuple[StorageRef, ...]]:
+    """The inert value of the pickle that begins at `start` of `data`, where it ends, and the storages that it names.
+
+    `name` is what it is called in messages. Raises what `load` does; `CutShortError` where more bytes could mend it.
+    """
+    storages: list[StorageRef] = []
     try:
-        return _run(data)
+        value, end = _run(data, start, storages)
     except _UnsafeError as error:
         raise UnsafePickleError(
             Problem(
                 "unsafe-pickle",
                 where,
-                f"data.pkl asks for {error}, which is not among the classes that sharded checkpoints are made of. "
+                f"{name} asks for {error}, which is not among the classes that sharded checkpoints are made of. "
                 "Nothing of it was run. If you trust the origin of this file, save it again with tensors only.",
             )
         ) from None
     except _BadPickleError as error:
-        found = str(error)
+        kind, found = ArchiveError, str(error)
+    except _TooEarlyError:
+        kind, found = CutShortError, _TOO_EARLY
     except (IndexError, struct.error):
-        found = _TOO_EARLY
+        kind, found = CutShortError, _TOO_EARLY
     except KeyError:
-        found = "refers to a value that it never stored"
+        kind, found = ArchiveError, "refers to a value that it never stored"
     except UnicodeDecodeError:
-        found = "has text that is not UTF-8"
-    raise ArchiveError(
-        Problem("bad-pickle", where, f"data.pkl {found}. The file is damaged, or torch.save did not write it.")
-    )
+        # Or it is cut in the middle of a character.
+        kind, found = CutShortError, "has text that is not UTF-8"
+    else:
+        return value, end, tuple(storages)
+    message = f"{name} {found}. The file is damaged, or torch.save did not write it."
+    raise kind(Problem("bad-pickle", where, message))
 
 
-def _run(data: bytes) -> Inert:  # noqa: C901, PLR0912, PLR0915  one loop: a call per opcode would double its time
-    if data[:1] != b"\x80" or not 2 <= data[1] <= 5:
+def _run(  # noqa: C901, PLR0912, PLR0915  one loop: a call per opcode would double its time
+    data: bytes, start: int, storages: list[StorageRef]
+) -> tuple[Inert, int]:
+    if data[start] != 0x80 or not 2 <= data[start + 1] <= 5:
         raise _BadPickleError("is not a pickle of protocol 2 to 5")
-    pos = 2
+    pos = start + 2
     stack: list[Inert] = []
     marks: list[int] = []
     memo: dict[int, Inert] = {}
@@ -189,7 +215,8 @@ def _run(data: bytes) -> Inert:  # noqa: C901, PLR0912, PLR0915  one loop: a cal
         elif op == 0x4E:  # NONE
             push(None)
         elif op == 0x51:  # BINPERSID
-            stack[-1] = _storage(stack[-1])
+            storage = stack[-1] = _storage(stack[-1])
+            storages.append(storage)
         elif op == 0x73:  # SETITEM
             last = pop()
             key = pop()
@@ -198,7 +225,7 @@ def _run(data: bytes) -> Inert:  # noqa: C901, PLR0912, PLR0915  one loop: a cal
             value = pop()
             if stack or marks:
                 raise _BadPickleError("stops in the middle of a value")
-            return value
+            return value, pos
         else:
             pos = _rare(op, data, pos, stack, marks, memo)
 
@@ -274,7 +301,7 @@ def _known(lines: bytes) -> Global:
 def _line_end(data: bytes, pos: int) -> int:
     end = data.find(b"\n", pos)
     if end < 0:
-        raise _BadPickleError(_TOO_EARLY)
+        raise _TooEarlyError
     return end
 
 
@@ -316,13 +343,27 @@ def _build(target: Inert, state: Inert) -> None:
 
 
 def _storage(pid: Inert) -> StorageRef:
-    """What a persistent id of torch.save says: ("storage", class, key, location, number of elements)."""
-    if pid.__class__ is tuple and len(pid) == 5:
-        tag, cls, key, location, count = pid
+    """What a persistent id of torch.save says: ("storage", class, key, location, number of elements).
+
+    In the format of before torch 1.6 a sixth part is None, or (key, offset, number of elements) of a view of that
+    storage; of its key nothing is needed.
+    """
+    if pid.__class__ is tuple and 5 <= len(pid) <= 6:
+        tag, cls, key, location, count, *rest = pid
         types = (tag.__class__, cls.__class__, key.__class__, location.__class__, count.__class__)
         if types == (str, Global, str, str, int) and tag == "storage" and cls.kind == "storage" and count >= 0:
-            return StorageRef(cls.dtype, key, location, count)
+            view = _view(rest[0], count) if rest and rest[0] is not None else None
+            return StorageRef(cls.dtype, key, location, count, view)
     raise _BadPickleError("has a persistent id that is no storage")
+
+
+def _view(value: Inert, count: int) -> tuple[int, int]:
+    """Offset and number of elements of a view of a storage of `count` elements."""
+    if value.__class__ is tuple and [part.__class__ for part in value] == [str, int, int]:
+        _, offset, size = value
+        if 0 <= offset <= count and 0 <= size <= count - offset:
+            return offset, size
+    raise _BadPickleError("has a persistent id with a view that is not in its storage")
 
 
 def _special_call(func: Global, args: tuple[Inert, ...]) -> Inert:

@@ -268,20 +268,6 @@ REFUSED: dict[str, tuple[type[MergerError], str]] = {
             "file, save it again with tensors only."
         ),
     ),
-    "old_format": (
-        CheckpointError,
-        (
-            "4 problems:\n"
-            "  - model_world_size_4_rank_0.pt: The file (<old> bytes) was saved in the old non-zip format of "
-            "torch.save; load it with the torch that wrote it and save again with the default format.\n"
-            "  - model_world_size_4_rank_1.pt: The file (<old> bytes) was saved in the old non-zip format of "
-            "torch.save; load it with the torch that wrote it and save again with the default format.\n"
-            "  - model_world_size_4_rank_2.pt: The file (<old> bytes) was saved in the old non-zip format of "
-            "torch.save; load it with the torch that wrote it and save again with the default format.\n"
-            "  - model_world_size_4_rank_3.pt: The file (<old> bytes) was saved in the old non-zip format of "
-            "torch.save; load it with the torch that wrote it and save again with the default format."
-        ),
-    ),
     "fsdp_config_disagrees": (
         CheckpointError,
         (
@@ -407,6 +393,13 @@ MERGED: dict[str, tuple[str, ...]] = {
         "config.json: tie_word_embeddings set to false",
     ),
     "tied_without_head": ("lm_head.weight was not saved; it is tied to model.embed_tokens.weight",),
+    "old_format": (
+        (
+            "ranks 0-3: saved in the old format of torch.save, without checksums, so damage to the files cannot be "
+            "noticed"
+        ),
+        TIED,
+    ),
     "checksums_off": (
         "ranks 0-3: saved with checksums off, so damage to the files cannot be noticed",
         TIED,
@@ -444,7 +437,6 @@ DIVERGED = {"tied_diverged"}
 def normalised(text: str, folder: Path, sound: Path) -> str:
     """The message with the folder, and what depends on the machine that made the files, replaced by names."""
     text = text.replace(str(folder), "@")
-    text = re.sub(r"The file \([0-9,]+ bytes\)", "The file (<old> bytes)", text)
     sizes = {path.stat().st_size: "<size>" for path in sound.glob("model_*")}
     cut = folder / "model_world_size_4_rank_2.pt"
     if cut.exists():

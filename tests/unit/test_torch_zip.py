@@ -255,19 +255,6 @@ def test_a_file_that_is_no_archive_is_named_for_what_it_is(
     assert problem_of(path) == Problem(kind, "model_world_size_4_rank_2.pt", message)
 
 
-@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
-def test_the_old_format_of_torch_save_is_named_with_the_way_out(tmp_path: Path, protocol: int) -> None:
-    """L14."""
-    path = tmp_path / "x.pt"
-    torch.save({"w": torch.ones(3)}, path, _use_new_zipfile_serialization=False, pickle_protocol=protocol)
-    assert problem_of(path) == Problem(
-        "legacy-format",
-        "x.pt",
-        f"The file ({path.stat().st_size:,} bytes) was saved in the old non-zip format of torch.save; load it with "
-        "the torch that wrote it and save again with the default format.",
-    )
-
-
 def test_a_file_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
     assert problem_of(tmp_path / "none.pt") == Problem(
         "unreadable", "none.pt", "The file cannot be read: No such file or directory."

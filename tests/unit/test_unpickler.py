@@ -248,7 +248,7 @@ def test_a_persistent_id_of_a_storage_is_read() -> None:
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (b"", "is not a pickle of protocol 2 to 5"),
+        (b"", "ends too early"),
         (b"\x80", "ends too early"),
         (b"(lp0\n.", "is not a pickle of protocol 2 to 5"),
         (b"\x80\x01N.", "is not a pickle of protocol 2 to 5"),

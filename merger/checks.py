@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise, product
+from itertools import accumulate, pairwise
 from math import prod
 from typing import Literal
 
@@ -279,7 +279,7 @@ def rank_of(chunk: Chunk) -> int:
 
 def _first_overlap(chunks: Sequence[Chunk]) -> tuple[Chunk, Chunk] | None:
     """A sweep along the dim that is cut most: only chunks that are still open there can overlap the next one."""
-    if len(chunks) < 2:  # noqa: PLR2004 - it takes two; and a tensor without dims has one at most
+    if _lie_apart(chunks, 0):
         return None
     dim = max(range(len(chunks[0].offsets)), key=lambda dim: len({chunk.offsets[dim] for chunk in chunks}))
     active: list[Chunk] = []
@@ -292,22 +292,41 @@ def _first_overlap(chunks: Sequence[Chunk]) -> tuple[Chunk, Chunk] | None:
     return None
 
 
+def _lie_apart(chunks: Sequence[Chunk], dim: int) -> bool:
+    """Whether distinct chunks are seen not to overlap by their spans along `dim`, then within each along the next.
+
+    That is so where they come of cutting dim by dim, as placements do. Where it is not, they may overlap or not.
+    """
+    if len(chunks) < 2:  # noqa: PLR2004 - it takes two; and a tensor without dims has one at most
+        return True
+    alike: dict[tuple[int, int], list[Chunk]] = defaultdict(list)
+    for chunk in chunks:
+        alike[chunk.offsets[dim], chunk.sizes[dim]].append(chunk)
+    spans = sorted(alike)
+    if any(low + size > next_low for (low, size), (next_low, _) in pairwise(spans)):
+        return False
+    return all(_lie_apart(group, dim + 1) for group in alike.values())
+
+
 def _first_hole(shape: tuple[int, ...], chunks: Sequence[Chunk]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The first rectangle that no chunk holds, as (offsets, sizes); cells between all cuts are tried in order."""
-    cuts = []
+    """The rectangle, as (offsets, sizes), that begins at the first element in row-major order that no chunk holds.
+
+    Chunks do not overlap. So between two neighbouring cuts of a dim all is held where the volumes of the chunks that
+    pass there add up; where they do not, the hole is looked for among these chunks along the next dim.
+    """
+    offsets, sizes = [], []
+    passing = [chunk for chunk in chunks if 0 not in chunk.sizes]
     for dim, size in enumerate(shape):
-        edges = {0, size}
-        for chunk in chunks:
-            edges |= {chunk.offsets[dim], chunk.offsets[dim] + chunk.sizes[dim]}
-        cuts.append(list(pairwise(sorted(edges))))
-    for cell in product(*cuts):
-        held = any(
-            all(
-                offset <= low and high <= offset + size
-                for (low, high), offset, size in zip(cell, chunk.offsets, chunk.sizes, strict=True)
-            )
-            for chunk in chunks
-        )
-        if not held:
-            return tuple(low for low, _ in cell), tuple(high - low for low, high in cell)
-    raise AssertionError("volumes differ, so some cell is empty")
+        steps: dict[int, int] = defaultdict(int, {0: 0, size: 0})
+        for chunk in passing:
+            volume = prod(chunk.sizes[dim + 1 :])
+            steps[chunk.offsets[dim]] += volume
+            steps[chunk.offsets[dim] + chunk.sizes[dim]] -= volume
+        cuts, whole = sorted(steps), prod(shape[dim + 1 :])
+        # The volumes differ, so between some cuts it is not all held; nothing is behind the last one.
+        held = accumulate(steps[cut] for cut in cuts[:-1])
+        low, high = next(span for span, volume in zip(pairwise(cuts), held, strict=True) if volume != whole)
+        offsets.append(low)
+        sizes.append(high - low)
+        passing = [chunk for chunk in passing if chunk.offsets[dim] <= low < chunk.offsets[dim] + chunk.sizes[dim]]
+    return tuple(offsets), tuple(sizes)

@@ -205,6 +205,8 @@ def test_a_hole_and_an_overlap_are_found_where_a_mask_has_them(tensor: StoredTen
         place = tuple(slice(*map(int, span.split(":"))) for span in named.split(", ") if span)
         assert counts[place].size > 0
         assert not counts[place].any()
+        first = np.argwhere(counts == 0)[0]
+        assert [part.start for part in place] == first.tolist()
 
 
 def test_a_hole_is_named_with_what_is_held_around_it() -> None:
@@ -217,6 +219,29 @@ def test_a_hole_is_named_with_what_is_held_around_it() -> None:
             "no rank holds [2:4, 0:3] of shape (8, 3); what is held: [0:2, 0:3] of rank 0, [4:6, 0:3] of rank 2",
         )
     ]
+
+
+def test_a_hole_is_told_in_one_piece_however_other_rows_are_cut() -> None:
+    """S11."""
+    columns = [chunk((0, 2 * rank), (2, 2), rank) for rank in range(3)]
+    [problem] = check_cover(stored((8, 6), *columns, chunk((4, 0), (4, 6), 3)))
+    assert problem.message.startswith("no rank holds [2:4, 0:6] of shape (8, 6); ")
+
+
+def test_a_hole_among_a_thousand_chunks_in_three_dims_is_found() -> None:
+    """S11."""
+    cells = list(product(range(11), range(10), range(10)))
+    chunks = [chunk(cell, (1, 1, 1), rank) for rank, cell in enumerate(cells) if cell != (10, 9, 8)]
+    [problem] = check_cover(stored((11, 10, 10), *chunks))
+    assert problem.message.startswith("no rank holds [10:11, 9:10, 8:9] of shape (11, 10, 10); ")
+
+
+def test_a_hole_at_the_end_of_a_thousand_staggered_rows_is_found() -> None:
+    """S11: cuts at a thousand places along either dim make a million cells."""
+    rows = [chunk((row, 0), (1, 1 + row), row) for row in range(1000)]
+    rest = [chunk((row, 1 + row), (1, 999 - row), row) for row in range(998)]
+    [problem] = check_cover(stored((1000, 1000), *rows, *rest))
+    assert problem.message.startswith("no rank holds [998:999, 999:1000] of shape (1000, 1000); ")
 
 
 def test_a_tensor_that_nobody_holds_is_one_hole() -> None:

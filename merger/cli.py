@@ -107,6 +107,7 @@ def _inspect(options: argparse.Namespace) -> int:
         world_size=options.world_size,
         shard_order=options.shard_order,
         reduce_partial=options.reduce_partial,
+        workers=options.workers,
     )
     _print(options, report, terminal.inspect_text(report))
     return _BAD_INPUT if report.problems else _OK
@@ -124,6 +125,7 @@ def _verify(options: argparse.Namespace) -> int:
         world_size=options.world_size,
         shard_order=options.shard_order,
         reduce_partial=options.reduce_partial,
+        workers=options.workers,
     )
     _print(options, report, terminal.verify_text(report))
     return _OK if report.is_equal else _DIFFERENT
@@ -220,7 +222,6 @@ def _add_merge(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--check-replicas", action="store_true", help="read and compare replicas in full, not by checksum only"
     )
-    parser.add_argument("--workers", type=_positive, metavar="N", help="threads that copy (up to 4 by default)")
     parser.add_argument("--no-report", action="store_true", help="do not write merger_report.json into OUT")
     parser.add_argument("--quiet", action="store_true", help="print nothing but errors")
     _add_source_options(parser)
@@ -256,6 +257,12 @@ def _add_source_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--reduce-partial", action="store_true", help="reduce over the ranks what was saved before its reduction"
+    )
+    parser.add_argument(
+        "--workers",
+        type=_positive,
+        metavar="N",
+        help="threads that copy, and processes that read headers where ranks are many (up to 4 by default)",
     )
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
 

@@ -76,13 +76,21 @@ def inspect(
     world_size: int | None = None,
     shard_order: DealOrder | None = None,
     reduce_partial: bool = False,
+    workers: int | None = None,
 ) -> InspectReport:
     """Says what lies at `checkpoint`, a sharded checkpoint or a Hugging Face model directory.
 
-    `tensors` is a shell pattern of names to list one by one, such as "*.layers.0.*". Faults of the checkpoint are part
+    `tensors` is a shell pattern of names to list one by one, such as "*.layers.0.*"; `workers` is how many processes
+    read the headers where ranks are many. Faults of the checkpoint are part
     of the report; a `MergerError` is raised only where there is no checkpoint.
     """
-    source = read_any(Path(checkpoint), world_size=world_size, shard_order=shard_order, reduce_partial=reduce_partial)
+    source = read_any(
+        Path(checkpoint),
+        world_size=world_size,
+        shard_order=shard_order,
+        reduce_partial=reduce_partial,
+        workers=workers,
+    )
     stored = source.tensors.values()
     placements = {fqn: _placed(layout) for fqn, layout in source.layouts.items()}
     return InspectReport(

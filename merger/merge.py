@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeAlias
 
-from merger.errors import Faults, MergerError, Problem
+from merger.errors import Faults, MergerError
 from merger.huggingface.outputs import Unexpected
 from merger.huggingface.side_files import REPORT_NAME, copy_side_files
 from merger.plan import Plan
@@ -18,12 +18,10 @@ from merger.publish import check_room, check_target, published
 from merger.report import MergeReport, merge_report, report_bytes
 from merger.sharding import DealOrder
 from merger.sources import read_checkpoint
+from merger.workers import check_workers, num_workers
 from merger.writer import WriteResult, check_written, write_bytes, write_plan
 
 Progress: TypeAlias = Callable[[int, int], None]
-
-# Copying is bound by the disk well before the processors; past four workers nothing was gained.
-_MAX_DEFAULT_WORKERS = 4
 
 
 def merge(
@@ -65,7 +63,7 @@ def merge(
         shard_order: How pieces were dealt along mesh axes whose ranks do not ascend.
         reduce_partial: Whether a tensor that was saved before its reduction over the ranks (a `Partial` placement) is
             reduced now, as the placement says.
-        workers: How many threads copy.
+        workers: How many threads copy, and how many processes read the headers where ranks are many.
         report: Whether merger_report.json is written beside the weights: what was merged, from what and how.
         progress: Called with (bytes written so far, bytes in all), from any thread, one call at a time.
 
@@ -85,7 +83,11 @@ def merge(
     )
     _check_options(options, workers)
     source = read_checkpoint(
-        Path(checkpoint), world_size=world_size, shard_order=shard_order, reduce_partial=reduce_partial
+        Path(checkpoint),
+        world_size=world_size,
+        shard_order=shard_order,
+        reduce_partial=reduce_partial,
+        workers=workers,
     )
     target = Path(output)
     # The folder of the config is the checkpoint's, and not to be replaced, whether or not this merge reads it.
@@ -105,7 +107,7 @@ def merge(
                 planned.plan,
                 staging,
                 check_sums=checksum,
-                workers=workers or min(_MAX_DEFAULT_WORKERS, os.cpu_count() or 1),
+                workers=num_workers(workers),
                 progress=_counter(planned.plan, progress),
             )
             copy_side_files(planned.side_files, staging, replaced=planned.replaced)
@@ -122,8 +124,8 @@ def _check_options(options: MergeOptions, workers: int | None) -> None:
     with faults:
         checked_limit(options)
     with faults:
-        if workers is not None and workers < 1:
-            raise MergerError(Problem("bad-option", "workers", f"{workers} is no positive number"))
+        if problems := check_workers(workers):
+            raise MergerError(problems)
     faults.raise_all()
 
 

@@ -68,15 +68,23 @@ def verify(
     world_size: int | None = None,
     shard_order: DealOrder | None = None,
     reduce_partial: bool = False,
+    workers: int | None = None,
 ) -> VerifyReport:
     """Compares `checkpoint`, sharded or merged, with the Hugging Face model directory `reference`.
 
     A tensor is within the tolerances where |checkpoint - reference| <= atol + rtol * |reference| for every element. The
     checkpoint's values are first rounded to the reference's element type, where that is another floating one. Names are
-    compared as a merge would write them, and tied names count as one. Raises `MergerError` where either side cannot be
+    compared as a merge would write them, and tied names count as one. `workers` is how many processes read the headers
+    where ranks are many. Raises `MergerError` where either side cannot be
     read.
     """
-    source = read_any(Path(checkpoint), world_size=world_size, shard_order=shard_order, reduce_partial=reduce_partial)
+    source = read_any(
+        Path(checkpoint),
+        world_size=world_size,
+        shard_order=shard_order,
+        reduce_partial=reduce_partial,
+        workers=workers,
+    )
     if source.problems:
         raise CheckpointError(limit_problems(source.problems))
     target = read_reference(Path(reference))

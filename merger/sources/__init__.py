@@ -12,6 +12,7 @@ from merger.sharding import DealOrder
 from merger.sources.locate import is_model_directory, locate
 from merger.sources.rank_files import read_rank_files
 from merger.sources.safetensors_files import read_model_directory
+from merger.workers import check_workers, num_workers
 
 
 def read_checkpoint(
@@ -20,16 +21,27 @@ def read_checkpoint(
     world_size: int | None = None,
     shard_order: DealOrder | None = None,
     reduce_partial: bool = False,
+    workers: int | None = None,
 ) -> Checkpoint:
     """Reads the headers of the sharded checkpoint at `path`, or in the folder above or below it that holds it.
 
+    Where ranks are many, `workers` processes share the reading.
     Raises `NotACheckpointError` where there is none, or one of another format.
     """
+    problems = check_workers(workers)
     if shard_order is not None and shard_order not in get_args(DealOrder):
         choices = ", ".join(get_args(DealOrder))
-        raise MergerError(Problem("bad-option", "shard_order", f"{shard_order!r} is none of {choices}"))
+        problems.append(Problem("bad-option", "shard_order", f"{shard_order!r} is none of {choices}"))
+    if problems:
+        raise MergerError(problems)
     folder, located = locate(path)
-    checkpoint = read_rank_files(folder, world_size=world_size, shard_order=shard_order, reduce_partial=reduce_partial)
+    checkpoint = read_rank_files(
+        folder,
+        world_size=world_size,
+        shard_order=shard_order,
+        reduce_partial=reduce_partial,
+        workers=num_workers(workers),
+    )
     return replace(checkpoint, located=located)
 
 
@@ -39,6 +51,7 @@ def read_any(
     world_size: int | None = None,
     shard_order: DealOrder | None = None,
     reduce_partial: bool = False,
+    workers: int | None = None,
 ) -> Checkpoint:
     """Reads a sharded checkpoint or a Hugging Face model directory, whichever `path` is."""
     if path.is_dir() and is_model_directory(path):
@@ -47,7 +60,9 @@ def read_any(
             message = f"is a model directory, for which {options} mean nothing; leave them out"
             raise MergerError(Problem("bad-option", str(path), message))
         return read_model_directory(path)
-    return read_checkpoint(path, world_size=world_size, shard_order=shard_order, reduce_partial=reduce_partial)
+    return read_checkpoint(
+        path, world_size=world_size, shard_order=shard_order, reduce_partial=reduce_partial, workers=workers
+    )
 
 
 def read_reference(path: Path) -> Checkpoint:

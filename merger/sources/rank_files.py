@@ -23,36 +23,47 @@ from merger.checks import (
     ranks_text,
     replica_pairs,
 )
-from merger.errors import ArchiveError, Problem
+from merger.errors import Problem
 from merger.sharding import (
     Cut,
     DealOrder,
     Mesh,
 )
 from merger.sources.partial import partial_axes, reduced, unreduced
-from merger.sources.rank_part import Part, RankPart, read_rank_part
-from merger.sources.rank_set import beside_siblings, find_rank_set
+from merger.sources.rank_part import Part, RankPart
+from merger.sources.rank_reading import read_rank_parts
+from merger.sources.rank_set import RankSet, beside_siblings, find_rank_set
+from merger.sources.unpickler import gc_paused
 from merger.tensors import StoredTensor, in_files
 
 FORMAT = "per-rank FSDP files"
 
 
 def read_rank_files(
-    folder: Path, *, world_size: int | None, shard_order: DealOrder | None, reduce_partial: bool
+    folder: Path, *, world_size: int | None, shard_order: DealOrder | None, reduce_partial: bool, workers: int
 ) -> Checkpoint:
-    """Reads the headers of the set of rank files in `folder`.
+    """Reads the headers of the set of rank files in `folder`, in at most `workers` processes.
 
     `world_size` picks a set where there are several; `shard_order` says how pieces were dealt where ranks do not ascend
     along a mesh axis (FAULTS S22); `reduce_partial` whether what was saved as summands is to be reduced (FAULTS L10).
     """
-    rank_set = find_rank_set(folder, world_size)
+    # Of the many records that are made here hardly one is dropped: looking for cycles among them would only take time.
+    with gc_paused():
+        return _read_rank_set(
+            folder, find_rank_set(folder, world_size), shard_order, reduce_partial=reduce_partial, workers=workers
+        )
+
+
+def _read_rank_set(
+    folder: Path, rank_set: RankSet, shard_order: DealOrder | None, *, reduce_partial: bool, workers: int
+) -> Checkpoint:
     problems = list(rank_set.problems)
     files: list[RankPart] = []
-    for rank, path in sorted(rank_set.paths.items()):
-        try:
-            files.append(read_rank_part(path, rank, shard_order))
-        except ArchiveError as error:
-            problems += beside_siblings(error.problems, rank_set.paths)
+    for answer in read_rank_parts(rank_set.paths, shard_order, workers=workers):
+        if isinstance(answer, RankPart):
+            files.append(answer)
+        else:
+            problems += beside_siblings(answer, rank_set.paths)
     tensors: dict[str, StoredTensor] = {}
     layouts: dict[str, Layout] = {}
     others: dict[str, str] = {}

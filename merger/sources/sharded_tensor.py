@@ -89,7 +89,7 @@ class ShardedTensorDecoder:
 
     def _cut(self, value: Inert, shape: tuple[int, ...]) -> Cut:
         metadata = [fields.state(fields.instance(item, _SHARD_METADATA, "shard")) for item in self._listed(value)]
-        return _shared(
+        return shared_cut(
             tuple(_rectangle(item, shape) for item in metadata),
             tuple(_rank(item.get("placement")) for item in metadata),
         )
@@ -134,4 +134,4 @@ def _rank(placement: Inert) -> int | None:
 
 
 # Tensors of one shape are cut alike, on every rank that reads them: one object for all of them.
-_shared = lru_cache(maxsize=1 << 14)(Cut)
+shared_cut = lru_cache(maxsize=1 << 14)(Cut)

@@ -319,9 +319,8 @@ def _long(data: bytes, start: int, length: int, stack: list[Inert]) -> int:
 def _set_items(target: Inert, keys: Sequence[Inert], values: Sequence[Inert]) -> None:
     if target.__class__ is not dict or len(keys) != len(values):
         raise _BadPickleError("sets items of something that is no dict")
-    for key in keys:
-        if key.__class__ not in _SCALARS:
-            raise _BadPickleError("has a dict key that is neither text nor number")
+    if not _SCALARS.issuperset(map(type, keys)):
+        raise _BadPickleError("has a dict key that is neither text nor number")
     expected = len(target) + len(keys)
     target.update(zip(keys, values, strict=True))
     if len(target) != expected:

@@ -19,7 +19,7 @@ MODULES = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob(
 LAYERS = (
     ("errors", "dtypes", "sharding", "places", "version"),
     ("operations",),
-    ("tensors",),
+    ("tensors", "workers"),
     ("algebra", "checkpoint", "checks", "plan", "casting", "computing", "checksums", "publish"),
     ("reading", "sources", "huggingface"),
     ("writer", "comparing", "inspect"),

@@ -77,9 +77,9 @@ def test_the_public_names_are_a_decision() -> None:
                 "--json", "--quiet", "--no-report",
             },
         ),
-        ("inspect", {"--tensors", "--world-size", "--shard-order", "--reduce-partial", "--json"}),
-        ("verify", {"--atol", "--rtol", "--world-size", "--shard-order", "--reduce-partial", "--json"}),
-        ("test", {"--atol", "--rtol", "--world-size", "--shard-order", "--reduce-partial", "--json"}),
+        ("inspect", {"--tensors", "--world-size", "--shard-order", "--reduce-partial", "--workers", "--json"}),
+        ("verify", {"--atol", "--rtol", "--world-size", "--shard-order", "--reduce-partial", "--workers", "--json"}),
+        ("test", {"--atol", "--rtol", "--world-size", "--shard-order", "--reduce-partial", "--workers", "--json"}),
     ],
 )  # fmt: skip
 def test_the_flags_are_a_decision(command: str, flags: set[str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -75,6 +75,7 @@ def encode(part: RankPart) -> bytes:
     head = {
         "file": (file.num_bytes, file.mtime_ns, file.rank, file.recorded_crc32),
         "checksums": part.checksums,
+        "is_legacy": part.is_legacy,
         "wrong": [_fields(problem) for problem in part.problems],
         # Long, and the same in most files: as texts they are known again.
         "meshes": json.dumps([(mesh.shape, mesh.ranks, mesh.axis_names) for mesh in meshes.items]),
@@ -136,7 +137,13 @@ def decode(data: bytes, path: Path) -> RankPart:
             byte_offset = record.byte_offset + behind if behind else record.byte_offset
             chunks.append(Chunk(offsets, extent, file, byte_offset, strides, record))
         parts[intern(fqn)] = Part(one, tuple(chunks), problem, other)
-    return RankPart(file, head["checksums"], parts, tuple(Problem(*fields) for fields in head["wrong"]))
+    return RankPart(
+        file=file,
+        checksums=head["checksums"],
+        is_legacy=head["is_legacy"],
+        parts=parts,
+        problems=tuple(Problem(*fields) for fields in head["wrong"]),
+    )
 
 
 @lru_cache(maxsize=64)

@@ -91,6 +91,7 @@ def test_all_that_a_part_can_hold_comes_over() -> None:
     part = RankPart(
         file,
         checksums=False,
+        is_legacy=True,
         parts={
             "layers.0.w": Part(held, pieces),
             "layers.1.w": Part(held, ()),

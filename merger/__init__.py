@@ -1,7 +1,8 @@
 """Turns the sharded checkpoint of a distributed training run into a Hugging Face model directory.
 
-`merge` writes the model, `inspect` says what a checkpoint is, `verify` compares one with a model. All raise
-`MergerError`, or one of its kinds, with everything that is wrong.
+`merge` writes the model, `inspect` says what a checkpoint is, `verify` compares one with a model, and `verify_merge` a
+model with the checkpoint that it was merged from. All raise `MergerError`, or one of its kinds, with everything that is
+wrong.
 """
 
 from merger.errors import (
@@ -17,6 +18,7 @@ from merger.errors import (
 )
 from merger.inspect import InspectReport, inspect
 from merger.merge import merge
+from merger.replay import verify_merge
 from merger.report import MergeReport
 from merger.verify import VerifyReport, verify
 from merger.version import __version__ as __version__
@@ -37,4 +39,5 @@ __all__ = [
     "inspect",
     "merge",
     "verify",
+    "verify_merge",
 ]

@@ -115,6 +115,12 @@ def _inspect(options: argparse.Namespace) -> int:
 
 def _verify(options: argparse.Namespace) -> int:
     checkpoint, reference = options.checkpoint or options.local_dir, options.reference or options.test_hf_dir
+    if options.source is not None:
+        if checkpoint is None or reference is not None:
+            options.parser.error("give OUT --source CKPT, without a REFERENCE")
+        return _verify_merge(options, checkpoint)
+    if options.config is not None:
+        options.parser.error("--config is for --source alone")
     if checkpoint is None or reference is None:
         options.parser.error("give CKPT and REFERENCE (or --local_dir and --test_hf_dir)")
     report = merger.verify(
@@ -122,6 +128,22 @@ def _verify(options: argparse.Namespace) -> int:
         reference,
         atol=options.atol,
         rtol=options.rtol,
+        world_size=options.world_size,
+        shard_order=options.shard_order,
+        reduce_partial=options.reduce_partial,
+        workers=options.workers,
+    )
+    _print(options, report, terminal.verify_text(report))
+    return _OK if report.is_equal else _DIFFERENT
+
+
+def _verify_merge(options: argparse.Namespace, output: Path) -> int:
+    if options.atol or options.rtol:
+        options.parser.error("--source compares bit for bit: leave out --atol and --rtol")
+    report = merger.verify_merge(
+        output,
+        options.source,
+        config=options.config,
         world_size=options.world_size,
         shard_order=options.shard_order,
         reduce_partial=options.reduce_partial,
@@ -189,8 +211,12 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_merge(commands.add_parser("merge", help="merge a sharded checkpoint into a model directory"))
     _add_inspect(commands.add_parser("inspect", help="say what a checkpoint is, without reading its data"))
-    _add_verify(commands.add_parser("verify", help="compare a checkpoint with a model directory"), tolerance=0.0)
-    _add_verify(commands.add_parser("test", help="verify, by the name and flags of verl's merger"), _VERL_TOLERANCE)
+    verify = commands.add_parser("verify", help="compare a checkpoint with a model, or a model with its checkpoint")
+    _add_verify(verify, tolerance=0.0)
+    _add_source_check(verify)
+    test = commands.add_parser("test", help="verify, by the name and flags of verl's merger")
+    _add_verify(test, _VERL_TOLERANCE)
+    test.set_defaults(source=None, config=None)
     return parser
 
 
@@ -246,6 +272,14 @@ def _add_verify(parser: argparse.ArgumentParser, tolerance: float) -> None:
     _add_source_options(parser)
     _add_verl_options(parser)
     parser.add_argument("--test_hf_dir", metavar="REFERENCE", type=Path, help=argparse.SUPPRESS)
+
+
+def _add_source_check(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "%(prog)s [options] CKPT REFERENCE\n       %(prog)s [options] OUT --source CKPT"
+    parser.add_argument(
+        "--source", metavar="CKPT", type=Path, help="compare OUT, bit for bit, with what a merge of CKPT writes"
+    )
+    parser.add_argument("--config", metavar="DIR", type=Path, help="the folder that the merge of CKPT took by --config")
 
 
 def _add_source_options(parser: argparse.ArgumentParser) -> None:

@@ -50,11 +50,8 @@ def first_difference(reader: SourceReader, first: StoredTensor, other: StoredTen
             if left_bytes[start : start + itemsize] != right_bytes[start : start + itemsize]
         )
         left_element, right_element = (data[position : position + itemsize] for data in (left_bytes, right_bytes))
-        texts = [element_text(data, first.dtype) for data in (left_element, right_element)]
-        if texts[0] == texts[1]:
-            # Such as two NaNs of other bits.
-            texts = [f"{texts[0]} (bytes {data.hex()})" for data in (left_element, right_element)]
-        return Difference(_index(position // itemsize, offsets, sizes), texts[0], texts[1])
+        texts = element_texts(left_element, right_element, first.dtype)
+        return Difference(position_in(position // itemsize, offsets, sizes), *texts)
     return None
 
 
@@ -100,12 +97,21 @@ def element_text(data: bytes, dtype: DType) -> str:
     return f"{value:.17g}" if dtype.name == "float64" else f"{value:.9g}" if dtype.is_floating else str(value)
 
 
+def element_texts(first: bytes, other: bytes, dtype: DType) -> tuple[str, str]:
+    """Two elements that differ, for people: with their bytes where their values read the same, as two NaNs may."""
+    texts = element_text(first, dtype), element_text(other, dtype)
+    if texts[0] != texts[1]:
+        return texts
+    return f"{texts[0]} (bytes {first.hex()})", f"{texts[1]} (bytes {other.hex()})"
+
+
 def _alone(tensor: StoredTensor, chunk: Chunk) -> StoredTensor:
     """A chunk as a tensor of its own."""
     return StoredTensor(tensor.fqn, tensor.dtype, chunk.sizes, (replace(chunk, offsets=(0,) * len(chunk.sizes)),))
 
 
-def _index(position: int, offsets: Sequence[int], sizes: Sequence[int]) -> tuple[int, ...]:
+def position_in(position: int, offsets: Sequence[int], sizes: Sequence[int]) -> tuple[int, ...]:
+    """The index in a tensor of the element that is at `position` in a band of it, in row-major order."""
     index = []
     for offset, size in zip(reversed(offsets), reversed(sizes), strict=True):
         position, within = divmod(position, size)

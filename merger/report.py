@@ -122,7 +122,7 @@ def merge_report(
         tied=dict(outputs.tied),
         untied=dict(outputs.untied),
         computed={tensor.name: made for tensor in outputs.tensors if (made := _computed(tensor.source))},
-        sources=_sources(source, planned.plan, checksum=checksum and not dry_run),
+        sources=source_summaries(source, planned.plan if checksum and not dry_run else None),
         versions={"merger": __version__, **{name: _version(name) for name in _PACKAGES}},
         options={**_stated(options, planned), "checksum": checksum},
     )
@@ -165,11 +165,12 @@ def _computed(tensor: StoredTensor) -> tuple[ComputedSummary, ...]:
     )
 
 
-def _sources(source: Checkpoint, plan: Plan, *, checksum: bool) -> tuple[SourceSummary, ...]:
+def source_summaries(source: Checkpoint, plan: Plan | None = None) -> tuple[SourceSummary, ...]:
+    """The files of a checkpoint; of what `plan` copies from them it is told how much that verifies."""
     verified: dict[SourceFile, dict[int, int]] = {}
-    written = (one.tensor.source for file in plan.files for one in file.tensors)
+    written = (one.tensor.source for file in (plan.files if plan is not None else ()) for one in file.tensors)
     for chunk in (chunk for tensor in written for stored in in_files(tensor) for chunk in distinct_chunks(stored)):
-        if checksum and chunk.record.crc32 is not None and isinstance(chunk.file, SourceFile):
+        if chunk.record.crc32 is not None and isinstance(chunk.file, SourceFile):
             verified.setdefault(chunk.file, {})[chunk.record.byte_offset] = chunk.record.num_bytes
     return tuple(
         SourceSummary(

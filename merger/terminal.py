@@ -38,7 +38,9 @@ def merge_text(report: MergeReport) -> str:
     if report.dry_run:
         lines.append("nothing was written (--dry-run)")
     else:
-        lines.append(f"next: merger verify {shlex.quote(str(report.checkpoint))} {shlex.quote(str(report.output))}")
+        lines.append(
+            f"next: merger verify {shlex.quote(str(report.output))} --source {shlex.quote(str(report.checkpoint))}"
+        )
     return _text(lines)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias
@@ -14,7 +14,7 @@ from merger.huggingface.expected import Architecture, expected_architecture
 from merger.huggingface.names import ignored_names, strip_wrappers
 from merger.reading import SourceReader, read_bands
 from merger.sharding import DealOrder
-from merger.sources import read_any, read_reference
+from merger.sources import read_pair
 from merger.tensors import StoredTensor, as_real_pairs, bands, num_bytes
 
 if TYPE_CHECKING:
@@ -69,49 +69,57 @@ def verify(
     shard_order: DealOrder | None = None,
     reduce_partial: bool = False,
     workers: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> VerifyReport:
-    """Compares `checkpoint`, sharded or merged, with the Hugging Face model directory `reference`.
+    """Compares `checkpoint` with `reference`; either is a sharded checkpoint or a Hugging Face model directory.
 
     A tensor is within the tolerances where |checkpoint - reference| <= atol + rtol * |reference| for every element. The
     checkpoint's values are first rounded to the reference's element type, where that is another floating one. Names are
-    compared as a merge would write them, and tied names count as one. `workers` is how many processes read the headers
-    where ranks are many. Raises `MergerError` where either side cannot be
+    compared as a merge would write them, and tied names count as one. `world_size`, `shard_order` and `reduce_partial`
+    are for whichever side is sharded; `workers` is how many processes read the headers where ranks are many.
+    `progress` is called with (bytes compared so far, bytes in all). Raises `MergerError` where either side cannot be
     read.
     """
-    source = read_any(
+    source, target = read_pair(
         Path(checkpoint),
+        Path(reference),
         world_size=world_size,
         shard_order=shard_order,
         reduce_partial=reduce_partial,
         workers=workers,
     )
-    if source.problems:
-        raise CheckpointError(limit_problems(source.problems))
-    target = read_reference(Path(reference))
+    if problems := (*source.problems, *target.problems):
+        raise CheckpointError(limit_problems(problems))
     architecture, notes = _architecture(target.config_dir)
-    names = strip_wrappers(source.tensors, set(target.tensors))
+    theirs = target.tensors
+    if target.layouts:
+        reference_names = strip_wrappers(theirs, None if architecture is None else architecture.shapes)
+        theirs = {reference_names[fqn]: tensor for fqn, tensor in theirs.items()}
+    names = strip_wrappers(source.tensors, set(theirs))
     ours = {names[fqn]: tensor for fqn, tensor in source.tensors.items()}
     ignored = set() if architecture is None else set(ignored_names(architecture, ours))
     canonical = _canonical_names(architecture)
+    held_by_ties = {canonical[name]: name for name in ours if name in canonical}
+    pairs: list[tuple[str, StoredTensor | None, StoredTensor | None]] = []
+    for name, tensor in ours.items():
+        in_reference = name if name in theirs else canonical.get(name, name)
+        if in_reference in theirs or name not in ignored:
+            pairs.append((name, tensor, theirs.get(in_reference)))
+    seen = {name if name in theirs else canonical.get(name, name) for name in ours}
+    for name, tensor in theirs.items():
+        if name not in seen:
+            # A name that is tied to one of ours has to hold what that holds.
+            pairs.append((name, ours.get(held_by_ties.get(canonical.get(name, ""), "")), tensor))
+    total, done = sum(num_bytes(tensor) for _, tensor, _ in pairs if tensor is not None), 0
     comparisons = []
-    seen: set[str] = set()
     with SourceReader() as reader:
-        for name, tensor in ours.items():
-            in_reference = name if name in target.tensors else canonical.get(name, name)
-            if in_reference in target.tensors:
-                seen.add(in_reference)
-                comparisons.append(_compare(reader, name, tensor, target.tensors[in_reference], atol=atol, rtol=rtol))
-            elif name not in ignored:
-                detail = f"{shape_text(tensor.shape)}, not in the reference"
-                comparisons.append(TensorComparison(name, "unexpected", tensor.dtype.name, None, None, detail))
-    held_by_ties = {canonical[name] for name in ours if name in canonical}
-    for name, tensor in target.tensors.items():
-        if name not in seen and canonical.get(name) not in held_by_ties:
-            detail = f"{shape_text(tensor.shape)}, not in the checkpoint"
-            comparisons.append(TensorComparison(name, "missing", None, tensor.dtype.name, None, detail))
-    return VerifyReport(
-        source.path, target.path, tuple(comparisons), sum(num_bytes(tensor) for tensor in ours.values()), notes
-    )
+        for name, own, other in pairs:
+            comparisons.append(_compare(reader, name, own, other, atol=atol, rtol=rtol))
+            done += num_bytes(own) if own is not None else 0
+            if progress is not None:
+                progress(done, total)
+    size = sum(num_bytes(tensor) for tensor in ours.values())
+    return VerifyReport(source.path, target.path, tuple(comparisons), size, (*source.located, *notes))
 
 
 def _architecture(config_dir: Path | None) -> tuple[Architecture | None, tuple[str, ...]]:
@@ -131,13 +139,22 @@ def _canonical_names(architecture: Architecture | None) -> dict[str, str]:
 
 
 def _compare(
-    reader: SourceReader, name: str, ours: StoredTensor, theirs: StoredTensor, *, atol: float, rtol: float
+    reader: SourceReader, name: str, ours: StoredTensor | None, theirs: StoredTensor | None, *, atol: float, rtol: float
 ) -> TensorComparison:
     import torch
 
-    if ours.dtype.name == "complex128" and theirs.dtype.name == "float64":
-        # That is how a merge of weights alone writes it.
+    if theirs is None:
+        assert ours is not None, "one of the two sides has it"
+        detail = f"{shape_text(ours.shape)}, not in the reference"
+        return TensorComparison(name, "unexpected", ours.dtype.name, None, None, detail)
+    if ours is None:
+        detail = f"{shape_text(theirs.shape)}, not in the checkpoint"
+        return TensorComparison(name, "missing", None, theirs.dtype.name, None, detail)
+    # As pairs of float64 is how a merge of weights alone writes complex128.
+    if (ours.dtype.name, theirs.dtype.name) == ("complex128", "float64"):
         ours = as_real_pairs(ours)
+    if (ours.dtype.name, theirs.dtype.name) == ("float64", "complex128"):
+        theirs = as_real_pairs(theirs)
     dtypes = ours.dtype.name, theirs.dtype.name
     if ours.shape != theirs.shape:
         detail = f"shape {shape_text(ours.shape)}, the reference has {shape_text(theirs.shape)}"

@@ -65,6 +65,41 @@ def read_any(
     )
 
 
+def read_pair(
+    path: Path,
+    reference: Path,
+    *,
+    world_size: int | None,
+    shard_order: DealOrder | None,
+    reduce_partial: bool,
+    workers: int | None,
+) -> tuple[Checkpoint, Checkpoint]:
+    """Reads two sides to be compared, each a sharded checkpoint or a model directory; the options are for the sharded.
+
+    Where neither is sharded, options are refused as `read_any` does.
+    """
+    sharded = [side for side in (path, reference) if not (side.is_dir() and is_model_directory(side))]
+
+    def read(side: Path) -> Checkpoint:
+        if side in sharded or not sharded:
+            return read_any(
+                side, world_size=world_size, shard_order=shard_order, reduce_partial=reduce_partial, workers=workers
+            )
+        return read_any(side)
+
+    first = read(path)
+    try:
+        return first, read(reference)
+    except NotACheckpointError as error:
+        if error.problems[0].kind != "no-checkpoint":
+            raise
+        message = (
+            "is neither a Hugging Face model directory nor a sharded checkpoint: it holds no *.safetensors file and no "
+            "model_world_size_*_rank_*.pt"
+        )
+        raise NotACheckpointError(Problem("not-a-model", str(reference), message)) from None
+
+
 def read_reference(path: Path) -> Checkpoint:
     """Reads a Hugging Face model directory; anything else raises `NotACheckpointError`."""
     if not (path.is_dir() and is_model_directory(path)):

@@ -481,3 +481,4 @@ def test_is_merged_exactly_and_said(fault: str, checkpoint: Callable[[str], Path
     merged = load_file(tmp_path / "out" / "model.safetensors")
     assert set(merged) == set(truth)
     assert {name for name in truth if not torch.equal(merged[name], truth[name])} == set()
+    assert merger.verify_merge(tmp_path / "out", folder).is_equal

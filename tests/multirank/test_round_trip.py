@@ -73,6 +73,7 @@ def test_a_model_loads_and_computes_the_same(name: str, checkpoint: Callable[[st
     assert str(model.dtype) == f"torch.{case.config_dtype}"
     assert AutoTokenizer.from_pretrained(out)("a b")["input_ids"]
     side_files = made / "checkpoint" / "huggingface"
+    assert merger.verify_merge(out, made / "checkpoint").is_equal
     assert set(report.side_files) == {path.name for path in side_files.iterdir()}
     assert all((out / name).read_bytes() == (side_files / name).read_bytes() for name in report.side_files)
 

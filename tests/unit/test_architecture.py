@@ -26,6 +26,7 @@ LAYERS = (
     ("planning",),
     ("report",),
     ("merge", "verify"),
+    ("replay",),
     ("__init__", "terminal"),
     ("cli",),
     ("__main__",),

@@ -63,6 +63,7 @@ def test_the_public_names_are_a_decision() -> None:
         "inspect",
         "merge",
         "verify",
+        "verify_merge",
     }
 
 
@@ -78,7 +79,13 @@ def test_the_public_names_are_a_decision() -> None:
             },
         ),
         ("inspect", {"--tensors", "--world-size", "--shard-order", "--reduce-partial", "--workers", "--json"}),
-        ("verify", {"--atol", "--rtol", "--world-size", "--shard-order", "--reduce-partial", "--workers", "--json"}),
+        (
+            "verify",
+            {
+                "--atol", "--rtol", "--source", "--config", "--world-size", "--shard-order", "--reduce-partial",
+                "--workers", "--json",
+            },
+        ),
         ("test", {"--atol", "--rtol", "--world-size", "--shard-order", "--reduce-partial", "--workers", "--json"}),
     ],
 )  # fmt: skip
@@ -99,7 +106,7 @@ def test_merge_says_what_it_did(tmp_path: Path, capsys: pytest.CaptureFixture[st
         f"  into      {out}\n"
         "  tensors   17: 16 float32, 1 int64\n"
         "  weights   3.94 kB in 1 file\n"
-        f"next: merger verify {CHECKPOINT} {out}\n"
+        f"next: merger verify {out} --source {CHECKPOINT}\n"
     )
     assert printed.err == ""
 

@@ -99,7 +99,7 @@ def test_a_merge_says_what_was_written_and_what_to_do_next() -> None:
         "  note      lm_head.weight equals model.embed_tokens.weight, to which it is",
         "            tied; written once",
         '  note      config.json: torch_dtype set to "bfloat16"',
-        "next: merger verify /run/global_step_10/actor /models/qwen",
+        "next: merger verify /models/qwen --source /run/global_step_10/actor",
     ]
 
 
@@ -126,7 +126,7 @@ def test_a_dry_run_says_that_nothing_was_written() -> None:
 
 def test_the_next_command_can_be_pasted_whatever_the_paths() -> None:
     report = replace(MERGED, checkpoint=Path("/my runs/a"), output=Path("/out/it's"))
-    assert lines_of(merge_text(report))[-1] == "next: merger verify '/my runs/a' '/out/it'\"'\"'s'"
+    assert lines_of(merge_text(report))[-1] == "next: merger verify '/out/it'\"'\"'s' --source '/my runs/a'"
 
 
 # inspect

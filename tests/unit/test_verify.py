@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 import merger
-from merger.errors import NotACheckpointError
+from merger.errors import MergerError, NotACheckpointError
 from merger.verify import TensorComparison
 from tests.unit.archives import ARCHIVES, CASES, IDS, truth
 
@@ -126,4 +126,35 @@ def test_values_of_every_kind_are_told_apart(
 def test_a_reference_that_is_no_model_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(NotACheckpointError) as caught:
         merger.verify(CHECKPOINT, tmp_path)
-    assert str(caught.value) == (f"{tmp_path}: is no Hugging Face model directory: it holds no *.safetensors file")
+    assert str(caught.value) == (
+        f"{tmp_path}: is neither a Hugging Face model directory nor a sharded checkpoint: it holds no *.safetensors "
+        "file and no model_world_size_*_rank_*.pt"
+    )
+
+
+@pytest.mark.parametrize("case", CASES, ids=IDS)
+def test_the_reference_may_be_sharded_too(case: Path, tmp_path: Path) -> None:
+    merger.merge(case, tmp_path / "out", weights_only=True)
+    report = merger.verify(tmp_path / "out", case, shard_order="group")
+    assert report.is_equal
+    assert len(report.comparisons) == len(truth(case))
+    assert merger.verify(case, case).is_equal
+
+
+def test_options_of_sharded_checkpoints_are_refused_where_neither_side_is_one(tmp_path: Path) -> None:
+    write_model(tmp_path / "a", {"w": torch.zeros(2)})
+    with pytest.raises(MergerError) as caught:
+        merger.verify(tmp_path / "a", tmp_path / "a", world_size=2)
+    assert str(caught.value) == (
+        f"{tmp_path / 'a'}: is a model directory, for which world_size, shard_order and reduce_partial mean nothing; "
+        "leave them out"
+    )
+
+
+def test_progress_counts_every_byte_once(tmp_path: Path) -> None:
+    calls: list[tuple[int, int]] = []
+    write_model(tmp_path / "a", truth(CHECKPOINT))
+    merger.verify(CHECKPOINT, tmp_path / "a", progress=lambda *call: calls.append(call))
+    total = sum(tensor.nbytes for tensor in truth(CHECKPOINT).values())
+    assert calls[-1] == (total, total)
+    assert [done for done, _ in calls] == sorted(done for done, _ in calls)

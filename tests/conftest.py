@@ -5,43 +5,17 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
-import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
 
 from fixtures.cases import CASES, copy_with_fault, make, writable_copy
 from fixtures.ranks import RankPool
+from tests.fuzzing import pytest_pyfunc_call, pytest_terminal_summary
 
-# CI asks the same questions every time; `--hypothesis-profile fuzz` asks new ones, for as long as it is given. What
-# fails then is kept in .hypothesis and tried first by the next such run. No deadlines: a core that is shared with other
-# ranks says nothing about the code.
-settings.register_profile("ci", derandomize=True, deadline=None, max_examples=60)
-settings.register_profile("fuzz", deadline=None, max_examples=200, print_blob=True)
-settings.load_profile("ci")
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, object]:
-    """Repeats a property, with a new seed each time, until its share of MERGER_FUZZ_MINUTES is over or it fails."""
-    begin = time.monotonic()
-    result = yield
-    minutes = float(os.environ.get("MERGER_FUZZ_MINUTES", "0"))
-    if minutes and _is_property(pyfuncitem):
-        # Every worker has its part of the properties to run, and all of the minutes to run them in.
-        workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-        share = 60 * minutes * workers / sum(map(_is_property, pyfuncitem.session.items))
-        arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
-        while time.monotonic() - begin < share:
-            pyfuncitem.obj(**arguments)
-    return result
-
-
-def _is_property(item: pytest.Item) -> bool:
-    return item.get_closest_marker("hypothesis") is not None
+__all__ = ["pytest_pyfunc_call", "pytest_terminal_summary"]  # hooks, which pytest looks for here
 
 
 @pytest.fixture(scope="session")

@@ -24,6 +24,7 @@ import merger
 from merger import terminal
 from merger.errors import MergerError
 from merger.plan import parse_size
+from merger.verify import LOGITS_ATOL
 
 _OK, _DIFFERENT, _BAD_INPUT, _INTERRUPTED, _TERMINATED = 0, 1, 2, 130, 143
 # What verl's own `test` allows, for those who come with its flags.
@@ -132,14 +133,16 @@ def _verify(options: argparse.Namespace) -> int:
         shard_order=options.shard_order,
         reduce_partial=options.reduce_partial,
         workers=options.workers,
+        logits=options.logits,
+        logits_atol=options.logits_atol,
     )
     _print(options, report, terminal.verify_text(report))
     return _OK if report.is_equal else _DIFFERENT
 
 
 def _verify_merge(options: argparse.Namespace, output: Path) -> int:
-    if options.atol or options.rtol:
-        options.parser.error("--source compares bit for bit: leave out --atol and --rtol")
+    if options.atol or options.rtol or options.logits:
+        options.parser.error("--source compares bit for bit: leave out --atol, --rtol and --logits")
     report = merger.verify_merge(
         output,
         options.source,
@@ -175,6 +178,8 @@ def _plain(report: Any) -> dict[str, Any]:  # noqa: ANN401 - any of the reports
         for comparison in fields["comparisons"]:
             if comparison["max_difference"] == math.inf:
                 comparison["max_difference"] = None
+        if fields["logits"] is not None and fields["logits"]["max_difference"] == math.inf:
+            fields["logits"]["max_difference"] = None
     return fields
 
 
@@ -214,9 +219,10 @@ def _parser() -> argparse.ArgumentParser:
     verify = commands.add_parser("verify", help="compare a checkpoint with a model, or a model with its checkpoint")
     _add_verify(verify, tolerance=0.0)
     _add_source_check(verify)
+    _add_logits(verify)
     test = commands.add_parser("test", help="verify, by the name and flags of verl's merger")
     _add_verify(test, _VERL_TOLERANCE)
-    test.set_defaults(source=None, config=None)
+    test.set_defaults(source=None, config=None, logits=False, logits_atol=LOGITS_ATOL)
     return parser
 
 
@@ -280,6 +286,19 @@ def _add_source_check(parser: argparse.ArgumentParser) -> None:
         "--source", metavar="CKPT", type=Path, help="compare OUT, bit for bit, with what a merge of CKPT writes"
     )
     parser.add_argument("--config", metavar="DIR", type=Path, help="the folder that the merge of CKPT took by --config")
+
+
+def _add_logits(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--logits", action="store_true", help="also run both model directories on a few tokens, on the CPU"
+    )
+    parser.add_argument(
+        "--logits-atol",
+        type=float,
+        default=LOGITS_ATOL,
+        metavar="ATOL",
+        help=f"how far logits may be apart ({LOGITS_ATOL:g})",
+    )
 
 
 def _add_source_options(parser: argparse.ArgumentParser) -> None:

@@ -93,12 +93,19 @@ def verify_text(report: VerifyReport) -> str:
     if close:
         worst = max(close, key=lambda comparison: comparison.max_difference or 0.0)
         lines += _wrapped("  largest   ", f"{worst.max_difference:.6g} within the tolerances, in {worst.name}")
-    lines.append(
-        f"the same: {_counted(len(report.comparisons), 'tensor')}, {size_text(report.num_bytes)}"
-        if report.is_equal
-        else f"not the same: {_counted(len(bad), 'tensor')} of {len(report.comparisons):,}"
-    )
+    if report.logits is not None:
+        lines += _wrapped("  logits    ", report.logits.detail)
+    lines.append(_verdict(report, len(bad)))
     return _text(lines)
+
+
+def _verdict(report: VerifyReport, num_bad: int) -> str:
+    total = len(report.comparisons)
+    if report.is_equal:
+        return f"the same: {_counted(total, 'tensor')}, {size_text(report.num_bytes)}"
+    if not num_bad:
+        return f"not the same: the logits, though {_counted(total, 'tensor')} are"
+    return f"not the same: {_counted(num_bad, 'tensor')} of {total:,}"
 
 
 def size_text(num_bytes: int) -> str:

@@ -9,17 +9,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from merger.checks import check_cover, limit_problems, shape_text
-from merger.errors import CheckpointError, MergerError
+from merger.errors import CheckpointError, MergerError, Problem
 from merger.huggingface.expected import Architecture, expected_architecture
+from merger.huggingface.logits import LogitsComparison, compare_logits
 from merger.huggingface.names import ignored_names, strip_wrappers
 from merger.reading import SourceReader, read_bands
 from merger.sharding import DealOrder
 from merger.sources import read_pair
+from merger.sources.safetensors_files import FORMAT
 from merger.tensors import StoredTensor, as_real_pairs, bands, num_bytes
 
 if TYPE_CHECKING:
     import torch
 
+# How far logits may be apart. Those of the same weights in float32 are the same, or differ by 1e-5 where threads add in
+# another order; those of weights that were rounded to 16 bits differ by 1e-2.
+LOGITS_ATOL = 1e-3
 # Elements compared at a time: in float64 on both sides this is some 50 MB.
 _BAND_ELEMENTS = 1 << 20
 
@@ -52,11 +57,13 @@ class VerifyReport:
     comparisons: tuple[TensorComparison, ...]
     num_bytes: int
     notes: tuple[str, ...]
+    logits: LogitsComparison | None = None
 
     @property
     def is_equal(self) -> bool:
-        """Whether every tensor is there on both sides, and equal or within the tolerances."""
-        return all(comparison.status in ("equal", "close") for comparison in self.comparisons)
+        """Whether every tensor is there on both sides, and it and what was computed are equal or close enough."""
+        same = all(comparison.status in ("equal", "close") for comparison in self.comparisons)
+        return same and (self.logits is None or self.logits.is_close)
 
 
 def verify(
@@ -69,6 +76,8 @@ def verify(
     shard_order: DealOrder | None = None,
     reduce_partial: bool = False,
     workers: int | None = None,
+    logits: bool = False,
+    logits_atol: float = LOGITS_ATOL,
     progress: Callable[[int, int], None] | None = None,
 ) -> VerifyReport:
     """Compares `checkpoint` with `reference`; either is a sharded checkpoint or a Hugging Face model directory.
@@ -77,8 +86,9 @@ def verify(
     checkpoint's values are first rounded to the reference's element type, where that is another floating one. Names are
     compared as a merge would write them, and tied names count as one. `world_size`, `shard_order` and `reduce_partial`
     are for whichever side is sharded; `workers` is how many processes read the headers where ranks are many.
-    `progress` is called with (bytes compared so far, bytes in all). Raises `MergerError` where either side cannot be
-    read.
+    With `logits`, both have to be model directories: both are run on a few tokens, in float32, and may differ by
+    `logits_atol`. `progress` is called with (bytes compared so far, bytes in all). Raises `MergerError` where either
+    side cannot be read or run.
     """
     source, target = read_pair(
         Path(checkpoint),
@@ -90,6 +100,9 @@ def verify(
     )
     if problems := (*source.problems, *target.problems):
         raise CheckpointError(limit_problems(problems))
+    if logits and (sides := [side.path for side in (source, target) if side.format != FORMAT]):
+        message = f"{sides[0]} is no model directory, and nothing else can be run; merge it first"
+        raise MergerError(Problem("bad-option", "logits", message))
     architecture, notes = _architecture(target.config_dir)
     theirs = target.tensors
     if target.layouts:
@@ -119,7 +132,8 @@ def verify(
             if progress is not None:
                 progress(done, total)
     size = sum(num_bytes(tensor) for tensor in ours.values())
-    return VerifyReport(source.path, target.path, tuple(comparisons), size, (*source.located, *notes))
+    computed = compare_logits(source.path, target.path, tolerance=logits_atol) if logits else None
+    return VerifyReport(source.path, target.path, tuple(comparisons), size, (*source.located, *notes), computed)
 
 
 def _architecture(config_dir: Path | None) -> tuple[Architecture | None, tuple[str, ...]]:

@@ -106,7 +106,7 @@ def expected_architecture(config_dir: Path) -> Architecture:
     if dtype is not None and dtype not in BY_NAME:
         raise ModelError(Problem("bad-config", str(path), f'it states the unknown dtype "{dtype}". {_OTHERWISE}'))
     class_name = _class_name(config, path)
-    with _quiet():
+    with quiet():
         model_class = _model_class(config, class_name, path)
         try:
             model = _meta_model(model_class, config_dir)
@@ -117,11 +117,18 @@ def expected_architecture(config_dir: Path) -> Architecture:
         return _architecture(model, class_name, dtype)
 
 
+def model_class(config_dir: Path) -> Any:  # noqa: ANN401 - untyped upstream
+    """The class that `config_dir`/config.json names. Raises ModelError as `expected_architecture` does."""
+    config, path = read_config(config_dir), config_dir / "config.json"
+    with quiet():
+        return _model_class(config, _class_name(config, path), path)
+
+
 def generation_config_complaint(config_dir: Path) -> str | None:
     """What the installed transformers has against generation_config.json when it is strict, in one line, or None."""
     if not (config_dir / "generation_config.json").is_file():
         return None
-    with _quiet():
+    with quiet():
         from transformers import GenerationConfig
 
         try:
@@ -270,7 +277,7 @@ def _one_line(text: str) -> str:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Keeps the warnings and the log of transformers, which are advice to those who run the model, off the terminal."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

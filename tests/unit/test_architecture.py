@@ -35,7 +35,7 @@ LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 
 # Where the slow libraries are used, always from inside a function.
 USERS = {
-    "torch": {"casting.py", "computing.py", "verify.py", "huggingface/expected.py"},
+    "torch": {"huggingface/logits.py", "casting.py", "computing.py", "verify.py", "huggingface/expected.py"},
     "transformers": {"huggingface/expected.py"},
 }
 PURE = ("errors", "dtypes", "operations", "tensors", "algebra", "sharding", "checks", "plan", "checkpoint")

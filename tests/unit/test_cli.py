@@ -83,7 +83,7 @@ def test_the_public_names_are_a_decision() -> None:
             "verify",
             {
                 "--atol", "--rtol", "--source", "--config", "--world-size", "--shard-order", "--reduce-partial",
-                "--workers", "--json",
+                "--workers", "--json", "--logits", "--logits-atol",
             },
         ),
         ("test", {"--atol", "--rtol", "--world-size", "--shard-order", "--reduce-partial", "--workers", "--json"}),

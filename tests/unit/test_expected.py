@@ -17,10 +17,10 @@ from safetensors import safe_open
 from merger.errors import ModelError, Problem
 from merger.huggingface.expected import (
     Architecture,
-    _quiet,
     _ties,
     expected_architecture,
     generation_config_complaint,
+    quiet,
     read_config,
     stated_dtype,
 )
@@ -221,7 +221,7 @@ def test_the_callers_default_dtype_and_the_verbosity_of_transformers_are_left_as
 
 
 def test_warnings_of_libraries_are_kept_off_the_terminal() -> None:
-    with _quiet():
+    with quiet():
         warnings.warn("advice", FutureWarning, stacklevel=1)
 
 

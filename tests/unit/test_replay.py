@@ -189,7 +189,7 @@ def test_the_command_exits_0_where_all_is_the_same_and_1_where_not(
     [
         (["a", "b", "--source", "c"], "give OUT --source CKPT, without a REFERENCE"),
         (["--source", "c"], "give OUT --source CKPT, without a REFERENCE"),
-        (["a", "--source", "c", "--atol", "1"], "--source compares bit for bit: leave out --atol and --rtol"),
+        (["a", "--source", "c", "--atol", "1"], "--source compares bit for bit: leave out --atol, --rtol and --logits"),
         (["a", "b", "--config", "c"], "--config is for --source alone"),
     ],
 )

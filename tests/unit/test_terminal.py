@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from merger.errors import Problem
+from merger.huggingface.logits import LogitsComparison
 from merger.inspect import InspectReport, MeshSummary, TensorSummary
 from merger.report import MergeReport
 from merger.terminal import inspect_text, merge_text, size_text, verify_text
@@ -305,6 +306,24 @@ def test_what_differs_is_listed_and_counted() -> None:
         "  - e: (6), not in the checkpoint",
         "not the same: 5 tensors of 7",
     ]
+
+
+def test_logits_have_a_line_of_their_own_and_a_part_in_the_verdict() -> None:
+    far = LogitsComparison(
+        is_close=False,
+        max_difference=0.25,
+        tolerance=0.001,
+        num_tokens=16,
+        seed=0,
+        detail="largest difference 0.25, tolerance 0.001; 16 tokens (seed 0)",
+    )
+    assert lines_of(verify_text(replace(COMPARED, logits=far)))[2:] == [
+        "  compared  2 equal",
+        "  logits    largest difference 0.25, tolerance 0.001; 16 tokens (seed 0)",
+        "not the same: the logits, though 2 tensors are",
+    ]
+    near = replace(far, is_close=True)
+    assert lines_of(verify_text(replace(COMPARED, logits=near)))[-1] == "the same: 2 tensors, 272.00 kB"
 
 
 def test_past_twenty_differences_the_rest_are_counted() -> None:

@@ -32,7 +32,7 @@ class Checkpoint:
     """A checkpoint on disk, without its data.
 
     `tensors` by their saved names, in the order of their saving; `layouts` has those of them that were spread over
-    ranks, the others are whole on every rank that has them. `others` are entries that are no tensors: name and what was
+    ranks, the others are whole on every rank that has them. `others` are entries that are no weights: name and what was
     found. `config_dir` is where config.json and the tokenizer lie, None where there is none. `notes` say what a person
     should know; `problems` what makes it unfit to be merged; `located` how it was found, where another path was given.
     """

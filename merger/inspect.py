@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -48,7 +48,8 @@ class InspectReport:
 
     `num_elements` and `num_bytes` are those of the merged tensors; `dtypes` and `placements` count tensors.
     `num_replicated` are the plain tensors, on every rank: buffers, and parameters that were not sharded. `tensors`
-    holds those whose names match what was asked for.
+    holds those whose names match what was asked for. `left_out` maps
+    saved entries that are no weights to what they are.
     """
 
     checkpoint: Path
@@ -67,6 +68,7 @@ class InspectReport:
     tensors: tuple[TensorSummary, ...]
     notes: tuple[str, ...]
     problems: tuple[Problem, ...]
+    left_out: dict[str, str] = field(default_factory=dict)
 
 
 def inspect(
@@ -114,6 +116,7 @@ def inspect(
         ),
         notes=(*source.located, *source.notes),
         problems=source.problems,
+        left_out=dict(source.others),
     )
 
 

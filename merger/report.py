@@ -66,7 +66,8 @@ class MergeReport:
     cast, by "float32 -> bfloat16", and `cast_names` names them. `renamed` maps saved names to written ones where they
     differ; `dropped` are saved names not written. `tied` maps names that are not written to the one that is written
     for them, `untied` those that are written although the architecture ties them. `computed` says of the written
-    tensors that are no copies which operation made them of which saved ones. `versions` are those of this package
+    tensors that are no copies which operation made them of which saved ones. `left_out` maps saved entries that are no
+    weights to what they are, such as "int". `versions` are those of this package
     and of others on which the output depends, None where one is not installed; `options` what was asked for. `notes`
     are sentences for people: ties, left-out entries, missing tokenizers and the like.
     """
@@ -89,6 +90,7 @@ class MergeReport:
     tied: dict[str, str] = dataclasses.field(default_factory=dict)
     untied: dict[str, str] = dataclasses.field(default_factory=dict)
     computed: dict[str, tuple[ComputedSummary, ...]] = dataclasses.field(default_factory=dict)
+    left_out: dict[str, str] = dataclasses.field(default_factory=dict)
     sources: tuple[SourceSummary, ...] = ()
     versions: dict[str, str | None] = dataclasses.field(default_factory=dict)
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -122,6 +124,7 @@ def merge_report(
         tied=dict(outputs.tied),
         untied=dict(outputs.untied),
         computed={tensor.name: made for tensor in outputs.tensors if (made := _computed(tensor.source))},
+        left_out=dict(source.others),
         sources=source_summaries(source, planned.plan if checksum and not dry_run else None),
         versions={"merger": __version__, **{name: _version(name) for name in _PACKAGES}},
         options={**_stated(options, planned), "checksum": checksum},

@@ -109,6 +109,8 @@ _CLASSES = (
     (f"{_SHARDED}.sharding_spec.chunk_sharding_spec", "ChunkShardingSpec"),
     (f"{_SHARDED}.sharding_spec.api", "EnumerableShardingSpec"),
     ("torch.distributed.remote_device", "_remote_device"),
+    # What `get_extra_state` of some modules returns.
+    ("_io", "BytesIO"),
 )
 _TYPES = (
     ("torch", "Tensor"),

@@ -1,4 +1,4 @@
-"""The entries of a state dict that are no tensors: step counts, strings, small configurations.
+"""The entries of a state dict that are no weights: step counts, strings, small configurations, states of modules.
 
 They become ordinary Python values, copied within bounds, since a pickle of a few bytes can hold a tuple that unfolds
 without end, or a list that holds itself.
@@ -6,13 +6,46 @@ without end, or a list that holds itself.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from merger.sources import fields
 from merger.sources.fields import MalformedError
 from merger.sources.inert import TENSOR_CALLS, Call, Global, Inert, Instance, StorageRef
 
+# The key under which a module's `get_extra_state` is saved, behind the module's name: never a parameter or buffer.
+# Source: torch/nn/modules/module.py (`_EXTRA_STATE_KEY_SUFFIX`).
+EXTRA_STATE = "_extra_state"
+_BYTES_IO = "_io.BytesIO"
+_BYTES_CALLS = frozenset({"_codecs.encode", "__builtin__.bytes", "builtins.bytes"})
+
 # How many parts the plain values of one file may have together, and how deep they may be nested.
 _MAX_PARTS = 100_000
 _MAX_NESTING = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Opaque:
+    """An entry whose content is of no interest; `kind` says what it is."""
+
+    kind: str
+
+
+def extra_state(value: Inert) -> Opaque:
+    """What stands for the extra state of a module, which may be anything, a tensor too; it is not looked into."""
+    if value.__class__ is Call:
+        if value.func in TENSOR_CALLS:
+            return Opaque("tensor")
+        return Opaque("bytes" if value.func in _BYTES_CALLS else value.func.rpartition(".")[2])
+    if value.__class__ is Instance:
+        return Opaque(value.cls.rpartition(".")[2])
+    return Opaque(kind_text(value))
+
+
+def kind_text(value: object) -> str:
+    """What a decoded entry is, for people: "int", "None", "BytesIO"."""
+    if isinstance(value, Opaque):
+        return value.kind
+    return "None" if value is None else type(value).__name__
 
 
 class PlainValues:
@@ -49,6 +82,8 @@ class PlainValues:
             return value.name
         if kind is Call:
             return self._call(value)
+        if kind is Instance and value.cls == _BYTES_IO:
+            return Opaque("BytesIO")
         if kind is Instance or kind is StorageRef:
             raise MalformedError(f"holds {fields.shown(value)}, which is no tensor and no plain value")
         scalar: object = value

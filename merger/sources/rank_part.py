@@ -23,6 +23,7 @@ from merger.sharding import (
     unordered_axis,
 )
 from merger.sources.dtensor import DTensor, PlainTensor
+from merger.sources.plain import kind_text
 from merger.sources.rank_set import RANK_FILE
 from merger.sources.sharded_tensor import ShardedTensor
 from merger.sources.shards import shard_chunks
@@ -90,7 +91,7 @@ class _Parts:
         if isinstance(entry, ShardedTensor):
             return self._sharded(fqn, entry)
         if not isinstance(entry, PlainTensor | DTensor):
-            return Part(None, (), other=type(entry).__name__)
+            return Part(None, (), other=kind_text(entry))
         local = entry.local
         layout: tuple[object, ...] = (local.sizes, local.strides, id(local.dtype))
         if isinstance(entry, DTensor):

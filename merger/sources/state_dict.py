@@ -9,6 +9,7 @@ from merger.errors import ArchiveError, Problem
 from merger.sources.dtensor import Decoder
 from merger.sources.fields import MalformedError, shown
 from merger.sources.inert import TENSOR_CALLS, Call, Inert
+from merger.sources.plain import EXTRA_STATE, extra_state
 from merger.tensors import Record
 
 
@@ -30,7 +31,8 @@ def decode_state_dict(
     entries: dict[str, object] = {}
     for fqn, item in state_dict.items():
         try:
-            entries[intern(fqn)] = decoder.entry(item)
+            is_extra = fqn.rpartition(".")[2] == EXTRA_STATE
+            entries[intern(fqn)] = extra_state(item) if is_extra else decoder.entry(item)
         except MalformedError as error:
             name = fqn if fqn.isprintable() else ascii(fqn)
             raise ArchiveError(Problem("bad-tensor", where, f"{name}: {error}.")) from None
@@ -47,7 +49,11 @@ def _state_dict(value: Inert, where: str) -> dict[str, Inert]:
         if key.__class__ is not str:
             message = f"The file holds a dict with {shown(key)} as a key, not a state dict."
             raise ArchiveError(Problem("not-a-state-dict", where, message))
-        if item.__class__ is dict and any(_is_tensor(part) for part in item.values()):
+        if (
+            item.__class__ is dict
+            and key.rpartition(".")[2] != EXTRA_STATE
+            and any(_is_tensor(part) for part in item.values())
+        ):
             message = (
                 f"The file holds a dict with a nested state dict under {key!a}, not a state dict. "
                 f"Save that part by itself: torch.save(checkpoint[{key!a}], path)."

@@ -82,6 +82,7 @@ def test_the_whole_report_of_a_cast_of_wrapped_names(tmp_path: Path) -> None:
         "casts": {"float32 -> bfloat16": 1},
         "renamed": {"module.a.weight": "a.weight", "module.steps": "steps"},
         "dropped": [],
+        "left_out": {},
         "notes": ["names stripped of wrappers: 2, such as module.a.weight -> a.weight"],
         "cast_names": {"float32 -> bfloat16": ["a.weight"]},
         "tied": {},

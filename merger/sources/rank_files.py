@@ -7,6 +7,7 @@ checkpoint's problems, not raised.
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,6 +15,7 @@ from pathlib import Path
 
 from merger.checkpoint import Checkpoint, Layout
 from merger.checks import (
+    MAX_LISTED,
     Held,
     axis_text,
     check_agreement,
@@ -37,6 +39,8 @@ from merger.sources.unpickler import gc_paused
 from merger.tensors import StoredTensor, in_files
 
 FORMAT = "per-rank FSDP files"
+# As torch's FSDP1 names them, and FairScale's before it.
+_FLAT_PARAMETER = re.compile(r"_?flat_param(_[0-9]+)?")
 
 
 def read_rank_files(
@@ -69,6 +73,7 @@ def _read_rank_set(
     others: dict[str, str] = {}
     if not problems:
         problems += [problem for file in files for problem in file.problems]
+        problems += _check_flat_parameters(folder, files)
     if not problems:
         tensors, layouts, others, problems = _assemble(files, rank_set.world_size, reduce_partial=reduce_partial)
     if not problems and not tensors:
@@ -86,6 +91,29 @@ def _read_rank_set(
         notes=_notes(files, others),
         problems=tuple(problems),
     )
+
+
+def _check_flat_parameters(folder: Path, files: Sequence[RankPart]) -> list[Problem]:
+    """Whether FSDP1 saved its own joined parameters (FAULTS L13): the files do not say which parameter lies where."""
+    names = dict.fromkeys(
+        fqn
+        for file in files
+        for fqn, part in file.parts.items()
+        if part.held is not None and _FLAT_PARAMETER.fullmatch(fqn.rpartition(".")[2])
+    )
+    if not names:
+        return []
+    listed = ", ".join(list(names)[:MAX_LISTED])
+    more = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
+    return [
+        Problem(
+            "flat-parameters",
+            str(folder),
+            f"holds flat parameters of FSDP1 ({listed}{more}): under LOCAL_STATE_DICT every rank saves its slice of "
+            "many parameters joined into one, and the files do not say where each of them lies; save again under "
+            "FullyShardedDataParallel.state_dict_type(model, StateDictType.SHARDED_STATE_DICT), or FULL_STATE_DICT",
+        )
+    ]
 
 
 def _assemble(
@@ -188,5 +216,5 @@ def _notes(files: Sequence[RankPart], others: dict[str, str]) -> tuple[str, ...]
     if others:
         listed = ", ".join(f"{fqn} ({kind})" for fqn, kind in list(others.items())[:5])
         more = f" and {len(others) - 5} more" if len(others) > 5 else ""  # noqa: PLR2004 - as many as are listed
-        notes.append(f"entries that are no tensors, left out: {listed}{more}")
+        notes.append(f"entries that are no weights, left out: {listed}{more}")
     return tuple(notes)

@@ -32,7 +32,8 @@ def test_the_table_holds_worlds_of_all_sizes_and_of_each_kind() -> None:
     assert len(JUDGED) > 130
     assert {case.world_size for case in CASES.values()} == {1, 2, 3, 4, 8, 12, 24}
     assert {case.sharding for case in CASES.values()} == {
-        *("fully_shard", "fully_shard_dim1", "whole_head", "tensor_parallel", "fsdp1", "fsdp1_without_mesh", "tensors"),
+        *("fully_shard", "fully_shard_dim1", "whole_head", "tensor_parallel", "fsdp1", "fsdp1_without_mesh"),
+        *("fsdp1_local", "tensors"),
     }
     dtypes = {spec.dtype for case in CASES.values() for spec in case.tensors}
     assert dtypes >= {"float16", "float8_e4m3fn", "float8_e5m2", "int64", "int8", "uint8", "bool", "complex64"}

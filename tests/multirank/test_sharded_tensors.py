@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -13,8 +14,15 @@ from fixtures.case import Exact
 from fixtures.cases import CASES
 from fixtures.conformance.weights import read_truth
 from fixtures.ranks import RankPool
-from fixtures.sharded_tensors import full, save_chunked_columns, save_hybrid, save_sharded_tensors
+from fixtures.sharded_tensors import (
+    full,
+    save_chunked_columns,
+    save_flat_parameters,
+    save_hybrid,
+    save_sharded_tensors,
+)
 from fixtures.specs import ShardedSpec
+from merger.errors import CheckpointError
 from tests.unit.archives import bits
 
 # On four ranks: rows that do not divide, one row, a grid, several shards on a rank, and one rank that holds all.
@@ -87,3 +95,29 @@ def test_a_model_under_fsdp1_without_a_mesh_is_merged_exactly(
     assert {name: bits(tensor) for name, tensor in found.items()} == {
         name: bits(value) for name, value in truth.items()
     }
+
+
+def flat_parameters_refused(folder: Path, names: str) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        merger.merge(folder, folder / "out", weights_only=True)
+    assert str(caught.value) == (
+        f"{folder}: holds flat parameters of FSDP1 ({names}): under LOCAL_STATE_DICT every rank saves its slice of "
+        "many parameters joined into one, and the files do not say where each of them lies; save again under "
+        "FullyShardedDataParallel.state_dict_type(model, StateDictType.SHARDED_STATE_DICT), or FULL_STATE_DICT"
+    )
+    assert not (folder / "out").exists()
+
+
+@pytest.mark.parametrize("original", [False, True])
+def test_flat_parameters_are_refused_with_what_to_save_instead(
+    pool: RankPool, tmp_path: Path, *, original: bool
+) -> None:
+    """L13: their ShardedTensors are sound, and would be merged to a tensor that no model has."""
+    pool.run(2, save_flat_parameters, str(tmp_path), original=original)
+    names = "0._flat_param, _flat_param" if original else "_flat_param, 0._flat_param"
+    flat_parameters_refused(tmp_path, names)
+
+
+def test_a_model_under_fsdp1_that_was_saved_locally_is_refused(checkpoint: Callable[[str], Path]) -> None:
+    """L13."""
+    flat_parameters_refused(checkpoint("qwen2-fp32-w2-fsdp1_local") / "checkpoint", "_flat_param")

@@ -39,11 +39,10 @@ ReadInts = Callable[[Inert], tuple[tuple[int, ...], tuple[int, ...]]]
 
 @dataclass(frozen=True, slots=True)
 class SavedMesh:
-    """A mesh as one rank saw it: `rank` saved it and lies at `coordinate`; None where the file does not say."""
+    """A mesh as one rank saw it: `rank` saved it, by its own word or by its coordinate; None where neither is there."""
 
     mesh: Mesh
     rank: int | None
-    coordinate: tuple[int, ...] | None
 
 
 def decode_mesh(value: Inert, read_ints: ReadInts, file_rank: int | None) -> SavedMesh:
@@ -67,11 +66,11 @@ def decode_mesh(value: Inert, read_ints: ReadInts, file_rank: int | None) -> Sav
         raise MalformedError(f"its mesh has {len(shape)} axes and {len(names)} names")
     mesh = Mesh(shape, ranks, names)
     if coordinate is None:
-        return SavedMesh(mesh, rank, None)
+        return SavedMesh(mesh, rank)
     found = _rank_at(mesh, coordinate)
     if rank is not None and rank != found:
         raise MalformedError(f"its mesh was saved by rank {rank}, but at its coordinate {coordinate} is rank {found}")
-    return SavedMesh(mesh, found, coordinate)
+    return SavedMesh(mesh, found)
 
 
 def _axis_names(value: Inert) -> tuple[str, ...] | None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from math import prod
 
 from merger.dtypes import DType
 from merger.sharding import Mesh, Placement
@@ -14,7 +15,7 @@ from merger.sources import fields
 from merger.sources.device_mesh import SavedMesh, decode_mesh
 from merger.sources.fields import MalformedError
 from merger.sources.inert import TENSOR_CALLS, Call, Global, Inert, Instance
-from merger.sources.local_tensor import REBUILD, LocalTensor, is_local, local_tensor
+from merger.sources.local_tensor import REBUILD, LocalTensor, LocalTensors, is_local
 from merger.sources.placements import decode_placements, decode_shard_order
 from merger.sources.plain import PlainValues
 from merger.sources.sharded_tensor import ShardedTensor, ShardedTensorDecoder
@@ -55,9 +56,8 @@ class PlainTensor:
 class DTensor:
     """The piece `local` of a global tensor of `shape`, by `placements` over the axes of `mesh`.
 
-    `rank` saved it and lies at `coordinate` of the mesh, None where that is not recorded. `shard_order` has one pair
-    (tensor dim, mesh axes) per sharded dim, None where it is not recorded (up to torch 2.9, or where strided shards
-    say it). `strided_as_shard_order` says that `strided_shard` placements stand for a shard order (from torch 2.13).
+    `rank` saved it, None where that is not recorded. `shard_order` has one pair (tensor dim, mesh axes) per sharded
+    dim, None where it is not recorded (up to torch 2.9, or where strided shards say it).
     """
 
     local: LocalTensor
@@ -67,8 +67,6 @@ class DTensor:
     placements: tuple[Placement, ...]
     shard_order: tuple[tuple[int, tuple[int, ...]], ...] | None
     rank: int | None
-    coordinate: tuple[int, ...] | None
-    strided_as_shard_order: bool
 
 
 class Decoder:
@@ -78,17 +76,17 @@ class Decoder:
     file's name, used only where the pickle does not say which rank saved it.
     """
 
-    __slots__ = ("_file_rank", "_meshes", "_plain", "_read_record", "_records", "_sharded_tensors")
+    __slots__ = ("_file_rank", "_local", "_meshes", "_plain", "_read_record", "_sharded_tensors")
 
     def __init__(
         self, records: Mapping[str, Record], *, read_record: Callable[[Record], bytes], file_rank: int | None
     ) -> None:
-        self._records = records
         self._read_record = read_record
         self._file_rank = file_rank
         # By the id of inert records, which live as long as the pickle's value does.
         self._meshes: dict[int, SavedMesh] = {}
         self._plain = PlainValues()
+        self._local = LocalTensors(records).decode
         self._sharded_tensors = ShardedTensorDecoder(self._local)
 
     def entry(self, value: Inert) -> object:
@@ -142,8 +140,6 @@ class Decoder:
             placements=placements,
             shard_order=decode_shard_order(spec.get("shard_order")),
             rank=saved.rank,
-            coordinate=saved.coordinate,
-            strided_as_shard_order=spec.get("use_strided_shard_as_shard_order") is True,
         )
 
     def _mesh(self, value: Inert) -> SavedMesh:
@@ -156,9 +152,6 @@ class Decoder:
         shape, dtype = _wrapper(args)
         return self._sharded_tensors.decode(shape, dtype, state)
 
-    def _local(self, func: str, args: tuple[Inert, ...]) -> LocalTensor:
-        return local_tensor(func, args, self._records)
-
     def _read_ints(self, value: Inert) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Shape and values, in row-major order, of a small tensor of integers: the only data that is read."""
         if not is_local(value):
@@ -166,8 +159,10 @@ class Decoder:
         local = self._local(value.func, value.args)
         if local.dtype.name not in ("int32", "int64") or local.record.num_bytes > _MAX_MESH_BYTES:
             raise MalformedError(f"the ranks of its mesh are {local.record.num_bytes} bytes of {local.dtype}")
-        data = self._read_record(local.record)
         size = local.dtype.itemsize
+        if prod(local.sizes) * size > local.record.num_bytes:
+            raise MalformedError("its mesh holds a rank twice")
+        data = self._read_record(local.record)
         positions = [local.byte_offset - local.record.byte_offset]
         for n, stride in zip(local.sizes, local.strides, strict=True):
             positions = [start + i * stride * size for start in positions for i in range(n)]

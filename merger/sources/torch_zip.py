@@ -137,7 +137,7 @@ def _check_notes(records: dict[str, Record], read: Callable[[Record], bytes], wh
         if name == "byteorder" and data != b"little":
             message = (
                 f"Its byte order is {data.decode('latin1')!a}; only little-endian files can be read. "
-                "Load and save it again on a little-endian machine."
+                "Load it with torch.load and save it again on a little-endian machine."
             )
             raise ArchiveError(Problem("byte-order", where, message))
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -64,9 +65,10 @@ def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 def expected_piece(truth: torch.Tensor, entry: DTensor) -> torch.Tensor:
     """What `torch.chunk` gives the rank, mesh axis by mesh axis."""
-    assert entry.coordinate is not None
+    assert entry.rank is not None
     piece = truth
-    for placement, size, index in zip(entry.placements, entry.mesh.shape, entry.coordinate, strict=True):
+    coordinate = np.unravel_index(entry.mesh.ranks.index(entry.rank), entry.mesh.shape)
+    for placement, size, index in zip(entry.placements, entry.mesh.shape, coordinate, strict=True):
         if placement.kind == "shard":
             assert placement.dim is not None
             chunks = piece.chunk(size, placement.dim)
@@ -117,7 +119,6 @@ def test_a_two_axis_mesh_is_the_same_in_all_three_forms(version: str, rank: int)
     entry = entry_of(version, "fsdp1_hsdp_w4", rank, "emb.weight")
     assert entry.mesh == Mesh((2, 2), (0, 1, 2, 3), ("ddp", "fsdp"))
     assert entry.placements == (Placement("replicate"), SHARD_0)
-    assert entry.coordinate == (rank // 2, rank % 2)
     assert entry.rank == rank
     assert entry.shard_order == (((0, (1,)),) if version in ("2.10.0", "2.14.1") else None)
 
@@ -128,14 +129,13 @@ def test_a_sub_mesh_is_the_copy_that_the_saving_rank_is_in(version: str, rank: i
     """S10: outside of tensor parallelism, parameters lie on the mesh (0, 2) on some ranks and (1, 3) on others."""
     entry = entry_of(version, "fsdp2_tp_w4", rank, "emb.weight")
     assert entry.mesh == Mesh((2,), ranks, ("fsdp",))
-    assert (entry.rank, entry.coordinate) == (rank, (rank // 2,))
+    assert entry.rank == rank
 
 
 @pytest.mark.parametrize("version", ["2.6.0", "2.9.1", "2.10.0", "2.14.1"])
 def test_strided_shards_are_read_with_their_split_factor(version: str) -> None:
     entry = entry_of(version, "fsdp2_tp_w4", 1, "layers.0.up.weight")
     assert entry.placements == (Placement("strided_shard", dim=0, split_factor=2), SHARD_0)
-    assert entry.strided_as_shard_order is (version == "2.14.1")
     assert entry.shard_order == (((0, (1, 0)),) if version == "2.10.0" else None)
 
 
@@ -192,7 +192,6 @@ def test_dtensors_are_read_in_every_pickle_protocol(mesh: DeviceMesh, tmp_path: 
         assert entry.placements == expected
         # torch saves an axis of one rank with the shape ().
         assert (entry.mesh, entry.rank) == (Mesh((1, 1), (0,), ("ddp", "fsdp")), 0)
-        assert entry.coordinate == (0, 0)
         assert (entry.shape, entry.dtype) == ((4, 3), FLOAT32)
         assert same_bits(load_local(archive, entry.local), original)
     plain = archive.entries["e"]
@@ -252,13 +251,20 @@ def test_a_lazily_conjugated_tensor_is_refused(tmp_path: Path) -> None:
     )
 
 
-def test_a_tensor_with_more_elements_than_its_storage_is_refused(tmp_path: Path) -> None:
-    assert problem_of({"x": torch.ones(1).expand(1000)}, tmp_path / "x.pt") == Problem(
+def test_a_tensor_with_far_more_elements_than_its_storage_is_refused(tmp_path: Path) -> None:
+    """L11: a few bytes that claim the room of any disk."""
+    assert problem_of({"x": torch.ones(1).expand(1 << 28, 2)}, tmp_path / "x.pt") == Problem(
         "bad-tensor",
         "x.pt",
-        "x: its shape (1000,) has more elements than its storage of 1; if it is an expanded view, save it with "
-        ".contiguous().",
+        "x: its shape (268435456, 2) has many more elements than its storage of 1; if it is an expanded view, save it "
+        "with .contiguous().",
     )
+
+
+def test_many_tensors_with_more_elements_than_their_storages_are_refused_together(tmp_path: Path) -> None:
+    """L11."""
+    state = {f"x{n}": torch.ones(1).expand(1 << 26) for n in range(6)}
+    assert problem_of(state, tmp_path / "x.pt").message.startswith("x4: its shape (67108864,) has many more elements ")
 
 
 def test_a_container_with_tensors_in_it_is_refused(tmp_path: Path) -> None:
@@ -431,7 +437,7 @@ def test_layouts_over_a_rank_map_are_what_torch_makes_of_them(form: Instance, ex
     placements = (made(f"{PLACEMENT_TYPES}.Replicate", None),) * len(expected.shape)
     entry = decode(dtensor(state, placements), ranks_bytes(*range(100, 112)))
     assert isinstance(entry, DTensor)
-    assert (entry.mesh, entry.rank, entry.coordinate) == (expected, 109, None)
+    assert (entry.mesh, entry.rank) == (expected, 109)
 
 
 def test_the_files_rank_resolves_a_sub_mesh_that_does_not_say_who_saved_it() -> None:
@@ -499,6 +505,9 @@ def test_a_mesh_with_a_rank_twice_or_below_zero_is_refused() -> None:
     state = {"mesh": ranks_tensor(2)}
     assert refusal(dtensor(state), ranks_bytes(1, 1)) == "its mesh holds a rank twice"
     assert refusal(dtensor(state), ranks_bytes(0, -1)) == "its mesh holds -1, not a count"
+    # One rank, seen as a million by a stride of 0: L11.
+    many = rebuild(StorageRef(BY_NAME["int32"], "1", "cpu", 1), 0, (1 << 20,), (0,))
+    assert refusal(dtensor({"mesh": many}), ranks_bytes(0)) == "its mesh holds a rank twice"
 
 
 MESH = {"mesh": ranks_tensor(2), "_coordinate_on_dim": [1]}

@@ -419,7 +419,7 @@ def test_a_big_endian_archive_is_refused(tmp_path: Path) -> None:
         "byte-order",
         "x.pt",
         "Its byte order is 'big'; only little-endian files can be read. "
-        "Load and save it again on a little-endian machine.",
+        "Load it with torch.load and save it again on a little-endian machine.",
     )
     del records["model_world_size_4_rank_1/byteorder"]
     assert "five" in read_archive(zipped(tmp_path / "x.pt", records)).entries

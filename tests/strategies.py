@@ -130,7 +130,7 @@ def _placements(draw: st.DrawFn, num_dims: int, mesh_shape: tuple[int, ...]) -> 
         dims = st.integers(0, num_dims - 1)
         placement = st.one_of(dims, st.none(), st.builds(Strided, dims, st.sampled_from([2, 3, 4, 1])))
     placements = tuple(draw(placement) for _ in mesh_shape)
-    if num_dims and draw(st.booleans()) and draw(st.booleans()):
+    if num_dims and draw(st.booleans()):
         # All axes on one dim, the later ones cutting first: as many parts as they make pieces.
         dim = draw(st.integers(0, num_dims - 1))
         placements = tuple(None if placed is None and axis == 0 else dim for axis, placed in enumerate(placements))

@@ -49,9 +49,12 @@ def merged_as_gathered(pool: RankPool, layout: Layout) -> None:
     assert merged == values(truth)
 
 
-# Mostly four, which is the fewest that a mesh with two axes needs.
+# Mostly four, the fewest for two axes that both cut. In branches, since Hypothesis likes to repeat a value it drew.
+_UP_TO_FOUR = st.one_of(st.sampled_from([1, 2, 3]), st.just(4), st.just(4), st.just(4))
+
+
 @settings(max_examples=25)
-@given(layouts(world_sizes=st.sampled_from([1, 2, 3, 4, 4, 4, 4]), orders=(None, "coordinate"), max_tensors=10))
+@given(layouts(world_sizes=_UP_TO_FOUR, orders=(None, "coordinate"), max_tensors=10))
 def test_what_torch_dealt_out_on_real_ranks_comes_back_bit_for_bit(pool: RankPool, layout: Layout) -> None:
     """S1, S2, S3, S4, S10, S13, S22."""
     merged_as_gathered(pool, layout)

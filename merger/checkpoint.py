@@ -6,8 +6,9 @@ Every module under `sources/` returns a `Checkpoint`; everything after it reads 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal, TypeAlias
 
 from merger.errors import Problem
 from merger.sharding import Cut, Mesh, Placement
@@ -26,6 +27,42 @@ class Layout:
     placements: tuple[Placement, ...]
     cut: Cut | None = None
 
+    def __str__(self) -> str:
+        """For people: "(Replicate(), Shard(0))"."""
+        if self.cut is None:
+            return f"({', '.join(map(str, self.placements))})"
+        num_shards = len(self.cut.rectangles)
+        return f"ShardedTensor in {num_shards} shard{'' if num_shards == 1 else 's'}"
+
+
+# Why a rank does not hold what it should. "missing": it has no usable file, or lacks the tensor; "odd": it says another
+# dtype, shape or placements than most ranks do; "misfit": its local tensor is not the size that its placements say.
+Reason: TypeAlias = Literal["missing", "odd", "misfit"]
+
+
+@dataclass(frozen=True, slots=True)
+class Owed:
+    """A rectangle [offsets, offsets + sizes) that `rank` should hold by the placements of its tensor, and does not."""
+
+    rank: int
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    reason: Reason
+
+
+@dataclass(frozen=True, slots=True)
+class Fragments:
+    """What was found of a tensor of a checkpoint with problems: for people to look at, never to be merged.
+
+    `tensor` and `layout` are as most of its ranks describe them (of as many, as the lowest rank does), with the chunks
+    of those ranks. `is_told` is False where the files do not say which rank holds what.
+    """
+
+    tensor: StoredTensor
+    layout: Layout | None
+    owed: tuple[Owed, ...]
+    is_told: bool
+
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
@@ -35,6 +72,8 @@ class Checkpoint:
     ranks, the others are whole on every rank that has them. `others` are entries that are no weights: name and what was
     found. `config_dir` is where config.json and the tokenizer lie, None where there is none. `notes` say what a person
     should know; `problems` what makes it unfit to be merged; `located` how it was found, where another path was given.
+    `fragments` has every tensor of which something was found, by name, where there are problems and the reader was
+    asked to keep them.
     """
 
     path: Path
@@ -48,3 +87,4 @@ class Checkpoint:
     notes: tuple[str, ...]
     problems: tuple[Problem, ...]
     located: tuple[str, ...] = ()
+    fragments: Mapping[str, Fragments] = field(default_factory=dict)

@@ -22,10 +22,12 @@ def read_checkpoint(
     shard_order: DealOrder | None = None,
     reduce_partial: bool = False,
     workers: int | None = None,
+    keep_fragments: bool = False,
 ) -> Checkpoint:
     """Reads the headers of the sharded checkpoint at `path`, or in the folder above or below it that holds it.
 
-    Where ranks are many, `workers` processes share the reading.
+    Where ranks are many, `workers` processes share the reading. `keep_fragments` keeps what was found of each tensor of
+    a checkpoint with problems, for people to look at.
     Raises `NotACheckpointError` where there is none, or one of another format.
     """
     problems = check_workers(workers)
@@ -41,6 +43,7 @@ def read_checkpoint(
         shard_order=shard_order,
         reduce_partial=reduce_partial,
         workers=num_workers(workers),
+        keep_fragments=keep_fragments,
     )
     return replace(checkpoint, located=located)
 
@@ -52,6 +55,7 @@ def read_any(
     shard_order: DealOrder | None = None,
     reduce_partial: bool = False,
     workers: int | None = None,
+    keep_fragments: bool = False,
 ) -> Checkpoint:
     """Reads a sharded checkpoint or a Hugging Face model directory, whichever `path` is."""
     if path.is_dir() and is_model_directory(path):
@@ -61,7 +65,12 @@ def read_any(
             raise MergerError(Problem("bad-option", str(path), message))
         return read_model_directory(path)
     return read_checkpoint(
-        path, world_size=world_size, shard_order=shard_order, reduce_partial=reduce_partial, workers=workers
+        path,
+        world_size=world_size,
+        shard_order=shard_order,
+        reduce_partial=reduce_partial,
+        keep_fragments=keep_fragments,
+        workers=workers,
     )
 
 

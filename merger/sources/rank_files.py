@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from merger.checkpoint import Checkpoint, Layout
+from merger.checkpoint import Checkpoint, Fragments, Layout
 from merger.checks import (
     MAX_LISTED,
     Held,
@@ -31,6 +31,7 @@ from merger.sharding import (
     DealOrder,
     Mesh,
 )
+from merger.sources.fragments import gather_fragments
 from merger.sources.partial import partial_axes, reduced, unreduced
 from merger.sources.rank_part import Part, RankPart
 from merger.sources.rank_reading import read_rank_parts
@@ -44,22 +45,40 @@ _FLAT_PARAMETER = re.compile(r"_?flat_param(_[0-9]+)?")
 
 
 def read_rank_files(
-    folder: Path, *, world_size: int | None, shard_order: DealOrder | None, reduce_partial: bool, workers: int
+    folder: Path,
+    *,
+    world_size: int | None,
+    shard_order: DealOrder | None,
+    reduce_partial: bool,
+    keep_fragments: bool,
+    workers: int,
 ) -> Checkpoint:
     """Reads the headers of the set of rank files in `folder`, in at most `workers` processes.
 
     `world_size` picks a set where there are several; `shard_order` says how pieces were dealt where ranks do not ascend
     along a mesh axis (FAULTS S22); `reduce_partial` whether what was saved as summands is to be reduced (FAULTS L10).
+    `keep_fragments` keeps what was found of each tensor even where there are problems.
     """
     # Of the many records that are made here hardly one is dropped: looking for cycles among them would only take time.
     with gc_paused():
         return _read_rank_set(
-            folder, find_rank_set(folder, world_size), shard_order, reduce_partial=reduce_partial, workers=workers
+            folder,
+            find_rank_set(folder, world_size),
+            shard_order,
+            reduce_partial=reduce_partial,
+            keep_fragments=keep_fragments,
+            workers=workers,
         )
 
 
 def _read_rank_set(
-    folder: Path, rank_set: RankSet, shard_order: DealOrder | None, *, reduce_partial: bool, workers: int
+    folder: Path,
+    rank_set: RankSet,
+    shard_order: DealOrder | None,
+    *,
+    reduce_partial: bool,
+    keep_fragments: bool,
+    workers: int,
 ) -> Checkpoint:
     problems = list(rank_set.problems)
     files: list[RankPart] = []
@@ -78,6 +97,11 @@ def _read_rank_set(
         tensors, layouts, others, problems = _assemble(files, rank_set.world_size, reduce_partial=reduce_partial)
     if not problems and not tensors:
         problems.append(Problem("no-tensors", str(folder), "the rank files hold no tensor; the model was not saved"))
+    fragments: dict[str, Fragments] = {}
+    if problems and keep_fragments:
+        # A file that another rank saved says nothing of what the rank in its name holds.
+        own = [file for file in files if not file.problems]
+        fragments = gather_fragments(own, rank_set.world_size, shard_order, reduce_partial=reduce_partial)
     config_dir = folder / "huggingface"
     return Checkpoint(
         path=folder,
@@ -90,6 +114,7 @@ def _read_rank_set(
         config_dir=config_dir if config_dir.is_dir() else None,
         notes=_notes(files, others),
         problems=tuple(problems),
+        fragments=fragments,
     )
 
 

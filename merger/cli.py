@@ -109,6 +109,8 @@ def _inspect(options: argparse.Namespace) -> int:
         shard_order=options.shard_order,
         reduce_partial=options.reduce_partial,
         workers=options.workers,
+        picture=options.picture,
+        overwrite=options.overwrite,
     )
     _print(options, report, terminal.inspect_text(report))
     return _BAD_INPUT if report.problems else _OK
@@ -265,6 +267,10 @@ def _add_inspect(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=_inspect, parser=parser)
     parser.add_argument("checkpoint", metavar="CKPT", type=Path, help="folder with the per-rank files, or a model")
     parser.add_argument("--tensors", metavar="GLOB", help="list the tensors whose names match, such as '*.0.*'")
+    parser.add_argument(
+        "--picture", metavar="FILE", type=Path, help="draw which rank holds what, as FILE.svg or FILE.html"
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace a picture that is at FILE")
     _add_source_options(parser)
 
 

@@ -8,14 +8,18 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from merger.checkpoint import Checkpoint, Layout
-from merger.checks import placements_text
-from merger.errors import Problem
+from merger.checkpoint import Checkpoint
+from merger.errors import MergerError, Problem
+from merger.picture import picture_text
 from merger.sharding import DealOrder, Mesh
+from merger.single_file import check_file, write_file
 from merger.sources import read_any
 from merger.tensors import num_bytes
 
 REPLICATED = "on every rank"
+
+# The kinds of file that a picture can be.
+_PICTURE_SUFFIXES = (".svg", ".html")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +52,8 @@ class InspectReport:
 
     `num_elements` and `num_bytes` are those of the merged tensors; `dtypes` and `placements` count tensors.
     `num_replicated` are the plain tensors, on every rank: buffers, and parameters that were not sharded. `tensors`
-    holds those whose names match what was asked for. `left_out` maps
-    saved entries that are no weights to what they are.
+    holds those whose names match what was asked for. `left_out` maps saved entries that are no weights to what they
+    are. `picture` is the file that was drawn, None where none was.
     """
 
     checkpoint: Path
@@ -69,6 +73,7 @@ class InspectReport:
     notes: tuple[str, ...]
     problems: tuple[Problem, ...]
     left_out: dict[str, str] = field(default_factory=dict)
+    picture: Path | None = None
 
 
 def inspect(
@@ -79,22 +84,33 @@ def inspect(
     shard_order: DealOrder | None = None,
     reduce_partial: bool = False,
     workers: int | None = None,
+    picture: str | os.PathLike[str] | None = None,
+    overwrite: bool = False,
 ) -> InspectReport:
     """Says what lies at `checkpoint`, a sharded checkpoint or a Hugging Face model directory.
 
     `tensors` is a shell pattern of names to list one by one, such as "*.layers.0.*"; `workers` is how many processes
-    read the headers where ranks are many. Faults of the checkpoint are part
-    of the report; a `MergerError` is raised only where there is no checkpoint.
+    read the headers where ranks are many. `picture` is a file to draw, .svg or .html: which rank holds which part of
+    these tensors, or of all; with `overwrite` one that exists is replaced. Faults of the checkpoint are part of the
+    report and of the picture; a `MergerError` is raised only where there is no checkpoint, or the picture cannot be
+    written.
     """
+    target = None if picture is None else Path(picture)
+    if target is not None:
+        _check_picture(target, overwrite=overwrite)
     source = read_any(
         Path(checkpoint),
         world_size=world_size,
         shard_order=shard_order,
         reduce_partial=reduce_partial,
         workers=workers,
+        keep_fragments=target is not None,
     )
+    if target is not None:
+        text = picture_text(source, as_html=target.suffix.lower() == ".html", tensors=tensors)
+        write_file(target, text.encode(), overwrite=overwrite)
     stored = source.tensors.values()
-    placements = {fqn: _placed(layout) for fqn, layout in source.layouts.items()}
+    placements = {fqn: str(layout) for fqn, layout in source.layouts.items()}
     return InspectReport(
         checkpoint=source.path,
         format=source.format,
@@ -117,14 +133,15 @@ def inspect(
         notes=(*source.located, *source.notes),
         problems=source.problems,
         left_out=dict(source.others),
+        picture=target,
     )
 
 
-def _placed(layout: Layout) -> str:
-    if layout.cut is None:
-        return placements_text(layout.placements)
-    num_shards = len(layout.cut.rectangles)
-    return f"ShardedTensor in {num_shards} shard{'' if num_shards == 1 else 's'}"
+def _check_picture(target: Path, *, overwrite: bool) -> None:
+    if target.suffix.lower() not in _PICTURE_SUFFIXES:
+        message = f"{target.name!r} ends neither in .svg nor in .html, which says what kind of picture is to be drawn"
+        raise MergerError(Problem("bad-option", "picture", message))
+    check_file(target, overwrite=overwrite)
 
 
 def _meshes(source: Checkpoint) -> tuple[MeshSummary, ...]:

@@ -61,6 +61,8 @@ def inspect_text(report: InspectReport) -> str:
     lines.append(f"  config    {report.config_dir or 'none'}")
     for note in report.notes:
         lines += _wrapped("  note      ", note)
+    if report.picture is not None:
+        lines.append(f"  picture   {report.picture}")
     if report.tensors:
         lines += ["", *_listing(report.tensors)]
     if report.problems:

@@ -39,6 +39,13 @@ def test_inspect_imports_neither_torch_nor_numpy() -> None:
     assert imported_by("inspect", str(CHECKPOINT), "--tensors", "*").isdisjoint({"torch", "transformers", "numpy"})
 
 
+def test_a_picture_imports_neither_torch_nor_numpy(tmp_path: Path) -> None:
+    picture = tmp_path / "picture.svg"
+    imported = imported_by("inspect", str(CHECKPOINT), "--picture", str(picture))
+    assert imported.isdisjoint({"torch", "transformers", "numpy", "safetensors", "tqdm"})
+    assert picture.exists()
+
+
 def test_a_merge_without_casts_or_config_never_imports_torch(tmp_path: Path) -> None:
     assert imported_by("merge", str(CHECKPOINT), str(tmp_path / "out"), "--weights-only").isdisjoint(
         {"torch", "transformers"}
@@ -78,7 +85,13 @@ def test_the_public_names_are_a_decision() -> None:
                 "--json", "--quiet", "--no-report",
             },
         ),
-        ("inspect", {"--tensors", "--world-size", "--shard-order", "--reduce-partial", "--workers", "--json"}),
+        (
+            "inspect",
+            {
+                "--tensors", "--picture", "--overwrite", "--world-size", "--shard-order", "--reduce-partial",
+                "--workers", "--json",
+            },
+        ),
         (
             "verify",
             {
@@ -263,3 +276,22 @@ def test_an_inspection_that_finds_faults_exits_2(tmp_path: Path, capsys: pytest.
     shutil.copy(CHECKPOINT / "model_world_size_4_rank_0.pt", tmp_path)
     assert main(["inspect", str(tmp_path)]) == 2
     assert "1 fault; it cannot be merged as it is:" in capsys.readouterr().out
+
+
+def test_an_inspection_draws_a_picture_and_says_where(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    picture = tmp_path / "picture.html"
+    assert main(["inspect", str(CHECKPOINT), "--picture", str(picture)]) == 0
+    assert f"  picture   {picture}\n" in capsys.readouterr().out
+    assert main(["inspect", str(CHECKPOINT), "--picture", str(picture)]) == 2
+    assert capsys.readouterr().err == (
+        f"merger: error: {picture}: exists; choose another name, or replace it with --overwrite\n"
+    )
+    assert main(["inspect", str(CHECKPOINT), "--picture", str(picture), "--overwrite", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["picture"] == str(picture)
+
+
+def test_a_damaged_checkpoint_has_a_picture_and_exits_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copy(CHECKPOINT / "model_world_size_4_rank_0.pt", tmp_path)
+    assert main(["inspect", str(tmp_path), "--picture", str(tmp_path / "picture.svg")]) == 2
+    assert f"  picture   {tmp_path}/picture.svg\n" in capsys.readouterr().out
+    assert "ranks 1,3 missing" in (tmp_path / "picture.svg").read_text()

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import merger
-from merger.errors import NotACheckpointError, Problem
+from merger.errors import MergerError, NotACheckpointError, Problem, TargetError
 from merger.inspect import MeshSummary, TensorSummary
 from tests.unit.archives import ARCHIVES, CASES, IDS, truth
 
@@ -94,3 +94,36 @@ def test_a_path_without_a_checkpoint_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(NotACheckpointError) as caught:
         merger.inspect(tmp_path / "nowhere")
     assert str(caught.value) == f"{tmp_path / 'nowhere'}: does not exist"
+
+
+@pytest.mark.parametrize("name", ["picture.png", "picture", "svg", "picture.svg.gz"])
+def test_a_picture_of_an_unknown_kind_is_refused_before_anything_is_read(name: str, tmp_path: Path) -> None:
+    with pytest.raises(MergerError) as caught:
+        merger.inspect(tmp_path / "nowhere", picture=tmp_path / name)
+    assert str(caught.value) == (
+        f"picture: '{name}' ends neither in .svg nor in .html, which says what kind of picture is to be drawn"
+    )
+
+
+def test_a_picture_that_exists_is_refused_before_anything_is_read(tmp_path: Path) -> None:
+    target = tmp_path / "picture.svg"
+    target.write_text("mine")
+    with pytest.raises(TargetError) as caught:
+        merger.inspect(tmp_path / "nowhere", picture=target)
+    assert str(caught.value) == f"{target}: exists; choose another name, or replace it with --overwrite"
+    assert target.read_text() == "mine"
+
+
+def test_the_report_names_the_picture(tmp_path: Path) -> None:
+    case = ARCHIVES / "2.14.1" / "fsdp2_1d_w4"
+    assert merger.inspect(case).picture is None
+    (tmp_path / "picture.SVG").write_text("old")
+    report = merger.inspect(case, picture=str(tmp_path / "picture.SVG"), overwrite=True)
+    assert report.picture == tmp_path / "picture.SVG"
+    assert (tmp_path / "picture.SVG").read_text().startswith("<?xml")
+
+
+def test_no_picture_is_left_where_there_is_no_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(NotACheckpointError):
+        merger.inspect(tmp_path / "nowhere", picture=tmp_path / "picture.html")
+    assert list(tmp_path.iterdir()) == []

@@ -59,7 +59,7 @@ def _fragments(
     owed: list[Owed] = []
     if is_told:
         odd = {held.rank for held, _ in parts if _said(held) != said}
-        for rank, offsets, sizes in _due(first, layout, world_size, shard_order, chunks_of):
+        for rank, offsets, sizes in _due([held for held, _ in agreeing], layout, world_size, shard_order, chunks_of):
             reason: Reason = "misfit" if rank in faults else "odd" if rank in odd else "missing"
             owed.append(Owed(rank, offsets, sizes, reason))
     chunks = tuple(chunk for found in chunks_of.values() for chunk in found) if is_told else ()
@@ -67,24 +67,26 @@ def _fragments(
 
 
 def _said(held: Held) -> tuple[object, ...]:
-    return held.mesh is None, held.dtype.name, held.shape, held.placements, held.cut
+    """What ranks must say alike; of a ShardedTensor the shards, since hybrid groups of ranks name themselves alone."""
+    return held.kind, held.dtype.name, held.shape, held.placements, held.cut and held.cut.rectangles
 
 
 def _due(
-    first: Held,
+    agreeing: Sequence[Held],
     layout: Layout | None,
     world_size: int,
     shard_order: DealOrder | None,
     chunks_of: Mapping[int, Sequence[Chunk]],
 ) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
     """What ranks without chunks should hold by what the others say, as (rank, offsets, sizes); nothing empty."""
+    first = agreeing[0]
     if layout is None:
         if 0 not in first.shape:
             without = (rank for rank in range(world_size) if rank not in chunks_of)
             yield from ((rank, (0,) * len(first.shape), first.shape) for rank in without)
         return
-    if layout.cut is not None:
-        for (offsets, sizes), rank in zip(layout.cut.rectangles, layout.cut.ranks, strict=True):
+    for cut in dict.fromkeys(held.cut for held in agreeing if held.cut is not None):
+        for (offsets, sizes), rank in zip(cut.rectangles, cut.ranks, strict=True):
             if rank is not None and rank not in chunks_of and 0 not in sizes:
                 yield rank, offsets, sizes
     for mesh in layout.meshes:

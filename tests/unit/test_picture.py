@@ -149,6 +149,23 @@ def test_a_missing_rank_leaves_red_where_its_rows_were(tmp_path: Path) -> None:
     assert [cell.paint for cell in page.bar.cells[:4]] == ["c0", "c1", "red", "c3"]
 
 
+def test_a_missing_rank_of_a_sharded_tensor_leaves_red_where_its_shard_was(tmp_path: Path) -> None:
+    """L1, L13: the metadata of the other ranks say which shard it was."""
+    folder = damaged("fsdp1_nomesh_w4", tmp_path)
+    whole = drawn(folder, tmp_path)
+    (folder / "model_world_size_4_rank_1.pt").unlink()
+    (tmp_path / "picture.svg").unlink()
+    cards = drawn(folder, tmp_path)
+    name = "layers.{0, 1}.up.weight (x 2)"
+    assert whole[name].texts["fact"] == ("float32 (12, 8)", "ShardedTensor in 4 shards")
+    assert rows(cards[name]) == [
+        ("c0", "[0:3, 0:8]", "rank 0"),
+        ("red", "[3:6, 0:8]", "no rank holds it; rank 1 should"),
+        ("c2", "[6:9, 0:8]", "rank 2"),
+        ("c3", "[9:12, 0:8]", "rank 3"),
+    ]
+
+
 def test_a_missing_rank_whose_replica_is_there_leaves_a_red_edge(tmp_path: Path) -> None:
     folder = damaged("fsdp2_hsdp_w4", tmp_path)
     (folder / "model_world_size_4_rank_3.pt").unlink()

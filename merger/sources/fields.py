@@ -53,6 +53,9 @@ def instance(value: Inert, names: frozenset[str], what: str) -> Instance:
 def state(found: Instance) -> dict[str, Inert]:
     """The attributes of an object: a dict, or the pair (dict or None, dict of slots) that classes with slots pickle."""
     value = found.state
+    if value.__class__ is dict:
+        attributes: dict[str, Inert] = value
+        return attributes
     parts = value if value.__class__ is tuple and len(value) == 2 else (value,)  # noqa: PLR2004  a pair
     merged: dict[str, Inert] = {}
     for part in parts:

@@ -98,7 +98,10 @@ class LocalTensors:
         if len(sizes) != len(strides) or len(sizes) > _MAX_DIMS:
             raise MalformedError(f"it has {len(sizes)} sizes and {len(strides)} strides")
         empty = 0 in sizes
-        last = offset - 1 if empty else offset + sum((n - 1) * stride for n, stride in zip(sizes, strides, strict=True))
+        last = offset - 1 if empty else offset
+        if not empty:
+            for n, stride in zip(sizes, strides, strict=True):
+                last += (n - 1) * stride
         if last >= num_elements:
             raise MalformedError(
                 f"its shape {sizes}, stride {strides} and offset {offset} leave its storage of {num_elements} elements"

@@ -38,6 +38,19 @@ def sum_of_ranks(rank: int, _world_size: int) -> float:
     return total.item()
 
 
+def sum_on_a_mesh(_rank: int, _world_size: int, groups_before: int) -> float:
+    """Of a DTensor that came out of an operation; groups made before give those of the mesh other names."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+    for _ in range(groups_before):
+        dist.new_group()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))["tp"]
+    result = distribute_tensor(torch.arange(4.0), mesh, [Shard(0)]).detach()
+    assert isinstance(result, DTensor)
+    return float(result.full_tensor().sum())
+
+
 def num_threads(_rank: int, _world_size: int) -> int:
     return torch.get_num_threads()
 
@@ -118,6 +131,11 @@ def test_results_come_in_rank_order_from_a_group_of_exactly_the_world_asked_for(
 
 def test_collectives_work_in_worlds_of_each_size_in_one_pool(pool: RankPool) -> None:
     assert [pool.run(world_size, sum_of_ranks)[0] for world_size in (3, 1, 4, 2)] == [3.0, 0.0, 6.0, 1.0]
+
+
+def test_a_job_does_not_meet_the_meshes_of_the_job_before(pool: RankPool) -> None:
+    """Torch remembers operations by their meshes, and equal meshes have other groups in another job."""
+    assert [pool.run(4, sum_on_a_mesh, groups_before) for groups_before in (5, 0)] == [[6.0] * 4] * 2
 
 
 def test_ranks_start_once_and_only_as_many_as_the_largest_world() -> None:

@@ -36,8 +36,9 @@ MUTANTS = (
     Mutant(
         "rows joined on the wrong dim",
         "merger/sharding.py",
-        "    dim = placement.dim\n",
-        "    dim = (placement.dim or 0) + 1 if len(ranges) > 1 and placement.dim == 0 else placement.dim\n",
+        "        dim, count = placements[axis].dim, mesh_shape[axis]\n",
+        "        count = mesh_shape[axis]\n"
+        "        dim = 1 if len(ranges) > 1 and placements[axis].dim == 0 else placements[axis].dim\n",
         "tests/unit/test_sharding.py",
     ),
     Mutant(
@@ -50,15 +51,15 @@ MUTANTS = (
     Mutant(
         "split factor ignored",
         "merger/sharding.py",
-        "parts = placement.split_factor or 1",
-        "parts = 1",
+        "cuts.insert(0, (axis, placement.split_factor or 1))",
+        "cuts.insert(0, (axis, 1))",
         "tests/unit/test_merge.py",
     ),
     Mutant(
         "padding not trimmed (S1)",
         "merger/sharding.py",
-        "return Holding(sizes, tuple(padded), _pieces(ranges))",
-        "return Holding(tuple(padded), tuple(padded), _pieces(ranges))",
+        "return Holding(sizes, padded_sizes, _pieces(ranges))",
+        "return Holding(padded_sizes, padded_sizes, _pieces(ranges))",
         "tests/unit/test_properties.py tests/unit/test_sharding.py",
     ),
     Mutant(
@@ -126,7 +127,7 @@ MUTANTS = (
     ),
     Mutant(
         "replicas never compared (S5)",
-        "merger/merge.py",
+        "merger/planning.py",
         "            problems += differing_replicas(reader, stored, replica_pairs(stored, in_full=in_full))\n",
         "            problems += []\n",
         "tests/unit/test_merge.py",

@@ -14,6 +14,7 @@ from fixtures.partials import PartialSpec, save_partials
 from fixtures.ranks import RankPool
 from tests.unit.drawn import Card, by_name, read_picture
 
+DOCS = Path(__file__).parents[2] / "docs"
 APART = "their files are not of one run and one step"
 GATE = "model.layers.0.mlp.gate_proj.weight"
 
@@ -157,3 +158,23 @@ def test_a_mesh_of_three_axes_and_a_crossed_one_are_drawn_by_coordinate(pool: Ra
         ("[2:4, 0:2]", "rank 1"),
         ("[2:4, 2:4]", "rank 3"),
     ]
+
+
+@pytest.mark.parametrize(
+    ("picture", "case"),
+    [
+        ("one-axis", "qwen2-fp32-w4"),
+        ("replicas", "qwen2-fp32-ddp2xfsdp2"),
+        ("tensor-parallel", "llama-fp32-fsdp2xtp2-tensor_parallel"),
+        ("hole", "qwen2-fp32-w4+hole"),
+        ("missing-ranks", "qwen2-fp32-w4+ranks_missing"),
+    ],
+)
+def test_the_pictures_in_the_documentation_are_those_that_are_drawn(
+    picture: str, case: str, checkpoint: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the commands that stand with them; to renew one, run its command again."""
+    monkeypatch.chdir(checkpoint(case).parent)
+    merger.inspect(f"{case}/checkpoint", picture=tmp_path / "drawn.svg")
+    assert (tmp_path / "drawn.svg").read_bytes() == (DOCS / "pictures" / f"{picture}.svg").read_bytes()
+    assert f"merger inspect {case}/checkpoint --picture {picture}.svg" in (DOCS / "pictures.md").read_text()

@@ -53,7 +53,7 @@ MUTANTS = (
         "merger/sharding.py",
         "cuts.insert(0, (axis, placement.split_factor or 1))",
         "cuts.insert(0, (axis, 1))",
-        "tests/unit/test_merge.py",
+        "tests/unit/test_sharding.py",
     ),
     Mutant(
         "padding not trimmed (S1)",

@@ -256,6 +256,15 @@ def placements_text(placements: Sequence[Placement]) -> str:
     return f"({', '.join(map(str, placements))})"
 
 
+def grid_text(shape: Sequence[int], ranks: Sequence[int]) -> str:
+    """The ranks of a mesh for people, those along its last axis together: "[0, 1]", "[[0, 2], [1, 3]]"."""
+    if len(shape) == 1:
+        return f"[{', '.join(map(str, ranks))}]"
+    step = len(ranks) // shape[0]
+    rows = (grid_text(shape[1:], ranks[start : start + step]) for start in range(0, len(ranks), step))
+    return f"[{', '.join(rows)}]"
+
+
 def axis_text(mesh: Mesh | None, axis: int) -> str:
     """A mesh axis for people: "axis 0 (fsdp)"; "axis 0" where axes have no names."""
     assert mesh is not None, "what has placements has a mesh"

@@ -12,7 +12,8 @@ from math import prod
 from typing import Literal, TypeAlias
 
 # How the pieces along a mesh axis are dealt where its ranks do not ascend: by the rank's place in the process group
-# (`fully_shard`, whose groups are sorted) or by its mesh coordinate (`distribute_tensor`). A file does not say which.
+# (`fully_shard` and `distribute_tensor`, which scatters in a group, and groups are sorted) or by its mesh coordinate
+# (FSDP1, `redistribute`, and `distribute_tensor` with `src_data_rank=None`). A file does not say which.
 DealOrder: TypeAlias = Literal["group", "coordinate"]
 
 # The kinds of placement that cut a tensor.

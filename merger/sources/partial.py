@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from merger.checks import Held, placements_text
+from merger.checks import Held, axis_text, placements_text
 from merger.errors import Problem
 from merger.operations import Reduce, can_reduce
 from merger.sharding import Placement, mesh_coordinates
@@ -45,13 +45,17 @@ def reduced(saved: StoredTensor, held: Sequence[tuple[Held, Sequence[Chunk]]]) -
     return computed(Computation(saved.fqn, saved.dtype, saved.shape, summands, Reduce(kinds[0]))), []
 
 
-def unreduced(saved: StoredTensor, placements: Sequence[Placement], axis_name: str) -> Problem:
-    """The fault of a checkpoint with summands, where nobody asked for their sum; `axis_name` is that of their axis."""
+def unreduced(saved: StoredTensor, held: Held) -> Problem:
+    """The fault of a checkpoint with summands, where nobody asked for their sum; `held` is what one rank has."""
+    axes: dict[str, list[str]] = {}
+    for axis in partial_axes(held.placements):
+        axes.setdefault(str(held.placements[axis]), []).append(axis_text(held.mesh, axis))
+    owed = " and ".join(f"{kind} on mesh {' and on '.join(found)}" for kind, found in axes.items())
     return Problem(
         "partial",
         saved.fqn,
-        f"is {placements[partial_axes(placements)[0]]} on mesh {axis_name}: each rank holds a summand, not the value; "
-        "reduce it now with --reduce-partial, or redistribute it to Replicate() or Shard() before saving",
+        f"is {owed}: each rank holds its own contribution, not the value; reduce it now with --reduce-partial, or "
+        "redistribute it to Replicate() or Shard() before saving",
     )
 
 

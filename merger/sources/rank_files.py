@@ -17,7 +17,6 @@ from merger.checkpoint import Checkpoint, Fragments, Layout
 from merger.checks import (
     MAX_LISTED,
     Held,
-    axis_text,
     check_agreement,
     check_census,
     check_cover,
@@ -184,7 +183,7 @@ def _joined(
     tensor = StoredTensor(fqn, held[0].dtype, held[0].shape, chunks)
     axes = partial_axes(held[0].placements)
     if axes and not reduce_partial:
-        return tensor, [unreduced(tensor, held[0].placements, axis_text(held[0].mesh, axes[0]))]
+        return tensor, [unreduced(tensor, held[0])]
     if faults := list(dict.fromkeys(part.problem for part in parts if part.problem)):
         return tensor, faults
     if axes:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeAlias
 
-from merger.checks import Held, axis_text, placements_text, range_text, shape_text
+from merger.checks import Held, axis_text, grid_text, placements_text, range_text, shape_text
 from merger.errors import Problem
 from merger.sharding import (
     DealOrder,
@@ -210,13 +210,14 @@ def _check_local(entry: DTensor, rank: int, held: Holding) -> Problem | None:
 
 
 def _unordered(entry: DTensor, axis: int) -> Problem:
-    mesh = _mesh_text(entry.mesh.shape, entry.mesh.ranks)
+    mesh = grid_text(entry.mesh.shape, entry.mesh.ranks)
     return Problem(
         "shard-order",
         "",
-        f"is sharded along mesh {axis_text(entry.mesh, axis)}, where ranks do not ascend (mesh {mesh}); fully_shard "
-        "deals pieces by the rank's place in its group, distribute_tensor by mesh coordinate, and the file does not "
-        "say which: use --shard-order group for a model sharded by fully_shard, coordinate for the other",
+        f"is sharded along mesh {axis_text(entry.mesh, axis)}, where ranks do not ascend (mesh {mesh}), and the file "
+        "does not say how pieces were dealt there. fully_shard and distribute_tensor deal by the rank's place in its "
+        "group: use --shard-order group. FSDP1, redistribute and distribute_tensor(src_data_rank=None) deal by mesh "
+        "coordinate: use --shard-order coordinate",
     )
 
 
@@ -227,11 +228,3 @@ def _bad_shard_order(entry: DTensor) -> Problem:
         f"records that its dims are cut in the order {entry.shard_order}, which does not fit its placements "
         f"{placements_text(entry.placements)}; the file was not written by torch.save of a DTensor, or is damaged",
     )
-
-
-def _mesh_text(shape: Sequence[int], ranks: Sequence[int]) -> str:
-    if len(shape) == 1:
-        return f"[{', '.join(map(str, ranks))}]"
-    step = len(ranks) // shape[0]
-    rows = (_mesh_text(shape[1:], ranks[start : start + step]) for start in range(0, len(ranks), step))
-    return f"[{', '.join(rows)}]"

@@ -224,9 +224,9 @@ REFUSED: dict[str, tuple[type[MergerError], str]] = {
     "partial_placement": (
         CheckpointError,
         (
-            "model.layers.0.mlp.gate_proj.weight: is Partial(sum) on mesh axis 0 (fsdp): each rank holds a summand, "
-            "not the value; reduce it now with --reduce-partial, or redistribute it to Replicate() or Shard() before "
-            "saving"
+            "model.layers.0.mlp.gate_proj.weight: is Partial(sum) on mesh axis 0 (fsdp): each rank holds its own "
+            "contribution, not the value; reduce it now with --reduce-partial, or redistribute it to Replicate() or "
+            "Shard() before saving"
         ),
     ),
     "tied_without_embedding": (

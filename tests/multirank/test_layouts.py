@@ -11,8 +11,10 @@ from safetensors.torch import load_file
 
 import merger
 from fixtures.layouts import TensorSpec, full_value, save_dtensors
-from fixtures.permuted import save_fully_sharded
+from fixtures.partials import save_partials
+from fixtures.permuted import Way, save_permuted
 from fixtures.ranks import RankPool
+from fixtures.specs import PartialSpec
 from merger.errors import CheckpointError
 from tests.unit.archives import bits
 
@@ -105,22 +107,72 @@ PERMUTED = (2, 0, 3, 1)
 
 
 def test_rows_dealt_along_a_permuted_axis_need_a_word(pool: RankPool, tmp_path: Path) -> None:
-    """S22: `distribute_tensor` deals by coordinate; refused without a choice, exact with the right one."""
+    """S22: refused without a choice, which the message explains."""
     spec = TensorSpec("w", (6, 3), "float32", 1, (4,), PERMUTED, (0,), ("fsdp",))
     folder = saved(pool, tmp_path / "checkpoint", [spec])
     assert refusal(folder, tmp_path / "out") == (
-        "w: is sharded along mesh axis 0 (fsdp), where ranks do not ascend (mesh [2, 0, 3, 1]); fully_shard deals "
-        "pieces by the rank's place in its group, distribute_tensor by mesh coordinate, and the file does not say "
-        "which: use --shard-order group for a model sharded by fully_shard, coordinate for the other"
+        "w: is sharded along mesh axis 0 (fsdp), where ranks do not ascend (mesh [2, 0, 3, 1]), and the file does not "
+        "say how pieces were dealt there. fully_shard and distribute_tensor deal by the rank's place in its group: use "
+        "--shard-order group. FSDP1, redistribute and distribute_tensor(src_data_rank=None) deal by mesh coordinate: "
+        "use --shard-order coordinate"
     )
     assert merged(folder, tmp_path / "out", shard_order="coordinate") == {"w": bits(full_value(spec))}
 
 
-@pytest.mark.parametrize("rows", [8, 6, 1])
-def test_fully_shard_deals_by_the_place_in_the_group(rows: int, pool: RankPool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("way", "rows", "order"),
+    [
+        *(("fully_shard", rows, "group") for rows in (8, 6, 1)),
+        ("distribute_tensor", 8, "group"),
+        *((way, rows, "coordinate") for way in ("fsdp1", "redistribute", "distribute_tensor alone") for rows in (8, 6)),
+    ],
+)
+def test_each_way_to_deal_along_a_permuted_axis_is_merged_with_its_word(
+    way: Way, rows: int, order: str, pool: RankPool, tmp_path: Path
+) -> None:
     """S22: the same mesh and placements in the file, other rows in it."""
     folder = tmp_path / "checkpoint"
     folder.mkdir()
-    whole: torch.Tensor = pool.run(4, save_fully_sharded, PERMUTED, rows, str(folder))[0]
+    whole: torch.Tensor = pool.run(4, save_permuted, way, PERMUTED, rows=rows, folder=str(folder))[0]
     refusal(folder, tmp_path / "out")
-    assert merged(folder, tmp_path / "out", shard_order="group") == {"weight": bits(whole)}
+    (found,) = merged(folder, tmp_path / "out", shard_order=order).values()
+    assert found == bits(whole)
+
+
+def test_rows_that_torch_itself_lost_on_a_permuted_axis_are_not_made_up(pool: RankPool, tmp_path: Path) -> None:
+    """S22: of rows that do not divide `distribute_tensor` deals pieces by group and trims them by coordinate."""
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    pool.run(4, save_permuted, "distribute_tensor", PERMUTED, rows=7, folder=str(folder))
+    with pytest.raises(CheckpointError) as caught:
+        merger.merge(folder, tmp_path / "out", weights_only=True, shard_order="group")
+    assert str(caught.value) == (
+        "rank 1: weight: holds a local tensor of shape (1, 3), but of shape (7, 3) with placements (Shard(0)) this "
+        "rank has [2:4, 0:3], shape (2, 3); the checkpoint would have holes or shifted rows: save it again"
+    )
+
+
+def test_reductions_never_done_are_refused_by_tensor_axis_and_kind(pool: RankPool, tmp_path: Path) -> None:
+    """L10: on meshes of one axis and of two, with names and without."""
+    line, square, rest = (4,), (2, 2), "the value; reduce it now with --reduce-partial, or redistribute it to "
+    specs = [
+        PartialSpec("a", (5, 3), "float32", line, ("sum",), axis_names=("dp",)),
+        PartialSpec("b", (5, 3), "float32", line, ("avg",)),
+        PartialSpec("c", (5, 3), "float32", square, (0, "max"), axis_names=("fsdp", "tp")),
+        PartialSpec("d", (5, 3), "float32", square, ("avg", 1), axis_names=("ddp", "tp")),
+        PartialSpec("e", (5, 3), "float32", square, ("sum", "sum"), axis_names=("ddp", "tp")),
+        PartialSpec("f", (5, 3), "float32", square, ("max", "max")),
+    ]
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    pool.run(4, save_partials, specs, str(folder))
+    tail = f": each rank holds its own contribution, not {rest}Replicate() or Shard() before saving"
+    assert refusal(folder, tmp_path / "out").split("\n  - ") == [
+        "6 problems:",
+        "a: is Partial(sum) on mesh axis 0 (dp)" + tail,
+        "b: is Partial(avg) on mesh axis 0" + tail,
+        "c: is Partial(max) on mesh axis 1 (tp)" + tail,
+        "d: is Partial(avg) on mesh axis 0 (ddp)" + tail,
+        "e: is Partial(sum) on mesh axis 0 (ddp) and on axis 1 (tp)" + tail,
+        "f: is Partial(max) on mesh axis 0 and on axis 1" + tail,
+    ]

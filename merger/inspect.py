@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -24,12 +24,17 @@ _PICTURE_SUFFIXES = (".svg", ".html")
 
 @dataclass(frozen=True, slots=True)
 class MeshSummary:
-    """A device mesh and how many tensors lie on it. `ranks` in row-major order of `shape`."""
+    """A device mesh and how many tensors lie on it. `ranks` in row-major order of `shape`.
+
+    `copies` are the ranks of other meshes like it on which the same tensors lie once more, as those do that are outside
+    of tensor parallelism.
+    """
 
     shape: tuple[int, ...]
     axis_names: tuple[str, ...] | None
     ranks: tuple[int, ...]
     num_tensors: int
+    copies: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,5 +150,13 @@ def _check_picture(target: Path, *, overwrite: bool) -> None:
 
 
 def _meshes(source: Checkpoint) -> tuple[MeshSummary, ...]:
-    counts: Counter[Mesh] = Counter(mesh for layout in source.layouts.values() for mesh in layout.meshes)
-    return tuple(MeshSummary(mesh.shape, mesh.axis_names, mesh.ranks, count) for mesh, count in counts.most_common())
+    counts: Counter[tuple[Mesh, ...]] = Counter()
+    for layout in source.layouts.values():
+        alike: dict[tuple[object, ...], list[Mesh]] = defaultdict(list)
+        for mesh in layout.meshes:
+            alike[mesh.shape, mesh.axis_names].append(mesh)
+        counts.update(tuple(sorted(meshes, key=lambda mesh: mesh.ranks)) for meshes in alike.values())
+    return tuple(
+        MeshSummary(mesh.shape, mesh.axis_names, mesh.ranks, count, tuple(copy.ranks for copy in copies))
+        for (mesh, *copies), count in counts.most_common()
+    )

@@ -7,7 +7,7 @@ import textwrap
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-from merger.checks import limit_problems, ranks_text, shape_text
+from merger.checks import grid_text, limit_problems, ranks_text, shape_text
 from merger.inspect import InspectReport, MeshSummary, TensorSummary
 from merger.report import MergeReport
 from merger.verify import TensorComparison, VerifyReport
@@ -17,6 +17,8 @@ _WIDTH = 80
 _MAX_DIFFERENCES = 20
 # How many ranks of a mesh are written out.
 _MAX_MESH_RANKS = 16
+# Of how many copies of a mesh the ranks are written out.
+_MAX_MESH_COPIES = 3
 
 
 def merge_text(report: MergeReport) -> str:
@@ -57,7 +59,7 @@ def inspect_text(report: InspectReport) -> str:
         f"  tensors   {report.num_tensors:,}, {report.num_elements:,} elements, {size_text(report.num_bytes)} merged"
     )
     lines += _wrapped("  dtypes    ", _counts(report.dtypes) or "none")
-    lines += _wrapped("  placed    ", _counts(report.placements) or "none")
+    lines += _one_by_one("  placed    ", [f"{number:,} {name}" for name, number in report.placements.items()])
     lines.append(f"  config    {report.config_dir or 'none'}")
     for note in report.notes:
         lines += _wrapped("  note      ", note)
@@ -125,12 +127,23 @@ def size_text(num_bytes: int) -> str:
 def _mesh_text(mesh: MeshSummary) -> str:
     names = mesh.axis_names or tuple(f"axis {axis}" for axis in range(len(mesh.shape)))
     axes = " x ".join(f"{name}={size}" for name, size in zip(names, mesh.shape, strict=True))
-    ascending = list(mesh.ranks) == sorted(mesh.ranks)
-    few = len(mesh.ranks) <= _MAX_MESH_RANKS
-    ranks = ranks_text(mesh.ranks) if ascending else f"ranks {', '.join(map(str, mesh.ranks[:_MAX_MESH_RANKS]))}"
-    if not ascending and not few:
-        ranks += ", ..."
-    return f"{axes} on {ranks}: {_counted(mesh.num_tensors, 'tensor')}"
+    on = [_mesh_ranks_text(mesh.shape, mesh.ranks)]
+    if len(mesh.copies) > _MAX_MESH_COPIES:
+        on.append(f"{len(mesh.copies)} other sets of ranks")
+    else:
+        on += [_mesh_ranks_text(mesh.shape, ranks) for ranks in mesh.copies]
+    return f"{axes} on {', and again on '.join(on)}: {_counted(mesh.num_tensors, 'tensor')}"
+
+
+def _mesh_ranks_text(shape: Sequence[int], ranks: Sequence[int]) -> str:
+    few = len(ranks) <= _MAX_MESH_RANKS
+    if list(ranks) != sorted(ranks):
+        if few and len(shape) > 1:
+            return f"ranks {grid_text(shape, ranks)}"
+        return f"ranks {', '.join(map(str, ranks[:_MAX_MESH_RANKS]))}{'' if few else ', ...'}"
+    if few or ranks[-1] - ranks[0] == len(ranks) - 1:
+        return ranks_text(ranks)
+    return f"{len(ranks)} ranks ({', '.join(map(str, ranks[:3]))}, ..., {ranks[-1]})"
 
 
 def _listing(tensors: Sequence[TensorSummary]) -> list[str]:
@@ -160,6 +173,15 @@ def _counts(counts: Mapping[str, int]) -> str:
 
 def _counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def _one_by_one(first: str, items: Sequence[str]) -> Iterable[str]:
+    """All items on one line, or where they are too long each on its own."""
+    joined = first + (", ".join(items) or "none")
+    if len(joined) <= _WIDTH:
+        return [joined]
+    rest = " " * len(first)
+    return [line for at, item in enumerate(items) for line in _wrapped(rest if at else first, item)]
 
 
 def _wrapped(first: str, text: str) -> Iterable[str]:

@@ -224,12 +224,55 @@ def test_where_columns_are_too_wide_each_tensor_takes_two_lines() -> None:
                 "            109, 108, 107, 106, 105, 104, ...: 2 tensors",
             ],
         ),
+        (
+            MeshSummary((2, 2), ("fsdp", "tp"), (0, 2, 1, 3), 14),
+            ["  mesh      fsdp=2 x tp=2 on ranks [[0, 2], [1, 3]]: 14 tensors"],
+        ),
+        (
+            MeshSummary((2,), ("fsdp",), (0, 2), 7, copies=((1, 3),)),
+            ["  mesh      fsdp=2 on ranks 0 and 2, and again on ranks 1 and 3: 7 tensors"],
+        ),
+        (
+            MeshSummary((4,), ("fsdp",), (0, 8, 16, 24), 7, copies=tuple((n, n + 8, n + 16, n + 24) for n in range(7))),
+            [
+                "  mesh      fsdp=4 on ranks 0, 8, 16 and 24, and again on 7 other sets of ranks:",
+                "            7 tensors",
+            ],
+        ),
+        (
+            MeshSummary((64,), ("fsdp",), tuple(range(0, 512, 8)), 7),
+            ["  mesh      fsdp=64 on 64 ranks (0, 8, 16, ..., 504): 7 tensors"],
+        ),
+        (
+            MeshSummary((32, 2), ("fsdp", "tp"), tuple(r + c for r in range(32) for c in (0, 32)), 7),
+            [
+                "  mesh      fsdp=32 x tp=2 on ranks 0, 32, 1, 33, 2, 34, 3, 35, 4, 36, 5, 37, 6,",
+                "            38, 7, 39, ...: 7 tensors",
+            ],
+        ),
     ],
 )
 def test_a_mesh_reads_as_its_axes_and_ranks(mesh: MeshSummary, lines: list[str]) -> None:
     """S10, S22."""
     text = lines_of(inspect_text(replace(INSPECTED, meshes=(mesh,))))
     assert text[3 : 3 + len(lines)] == lines
+
+
+def test_each_way_to_be_placed_stands_on_a_line_where_one_is_too_short() -> None:
+    """S10: a line never breaks within one."""
+    placements = {
+        "(_StridedShard(0, split_factor=2), Shard(0))": 10,
+        "(Shard(0))": 1007,
+        "(Replicate(), _StridedShard(0, split_factor=2), Shard(0), Replicate(), Replicate())": 4,
+    }
+    text = lines_of(inspect_text(replace(INSPECTED, placements=placements)))
+    assert text[7:12] == [
+        "  placed    10 (_StridedShard(0, split_factor=2), Shard(0))",
+        "            1,007 (Shard(0))",
+        "            4 (Replicate(), _StridedShard(0, split_factor=2), Shard(0),",
+        "            Replicate(), Replicate())",
+        "  config    /run/global_step_10/actor/huggingface",
+    ]
 
 
 def test_control_characters_in_names_are_shown_and_not_obeyed() -> None:

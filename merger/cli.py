@@ -93,6 +93,10 @@ def _merge(options: argparse.Namespace) -> int:
             check_replicas=options.check_replicas,
             shard_order=options.shard_order,
             reduce_partial=options.reduce_partial,
+            lora=options.lora,
+            lora_alpha=options.lora_alpha,
+            lora_adapter=options.lora_adapter,
+            base=options.base,
             workers=options.workers,
             report=not options.no_report,
             progress=progress,
@@ -122,8 +126,8 @@ def _verify(options: argparse.Namespace) -> int:
         if checkpoint is None or reference is not None:
             options.parser.error("give OUT --source CKPT, without a REFERENCE")
         return _verify_merge(options, checkpoint)
-    if options.config is not None:
-        options.parser.error("--config is for --source alone")
+    if options.config is not None or options.base is not None:
+        options.parser.error("--config and --base are for --source alone")
     if checkpoint is None or reference is None:
         options.parser.error("give CKPT and REFERENCE (or --local_dir and --test_hf_dir)")
     report = merger.verify(
@@ -134,6 +138,7 @@ def _verify(options: argparse.Namespace) -> int:
         world_size=options.world_size,
         shard_order=options.shard_order,
         reduce_partial=options.reduce_partial,
+        lora_alpha=options.lora_alpha,
         workers=options.workers,
         logits=options.logits,
         logits_atol=options.logits_atol,
@@ -149,6 +154,7 @@ def _verify_merge(options: argparse.Namespace, output: Path) -> int:
         output,
         options.source,
         config=options.config,
+        base=options.base,
         world_size=options.world_size,
         shard_order=options.shard_order,
         reduce_partial=options.reduce_partial,
@@ -224,7 +230,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_logits(verify)
     test = commands.add_parser("test", help="verify, by the name and flags of verl's merger")
     _add_verify(test, _VERL_TOLERANCE)
-    test.set_defaults(source=None, config=None, logits=False, logits_atol=LOGITS_ATOL)
+    test.set_defaults(source=None, config=None, base=None, logits=False, logits_atol=LOGITS_ATOL)
     return parser
 
 
@@ -256,6 +262,16 @@ def _add_merge(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--check-replicas", action="store_true", help="read and compare replicas in full, not by checksum only"
     )
+    parser.add_argument(
+        "--lora",
+        choices=["merge", "adapter", "both", "base"],
+        default="both",
+        help="what to write of a checkpoint with LoRA: the model with it folded in, the adapter, both (the default), "
+        "or the base weights and the adapter",
+    )
+    parser.add_argument("--lora-alpha", type=_number, metavar="N", help="alpha of LoRA, where no file states it")
+    parser.add_argument("--lora-adapter", metavar="NAME", help="which adapter, where a checkpoint holds several")
+    parser.add_argument("--base", type=Path, metavar="DIR", help="base model of a checkpoint of adapters alone")
     parser.add_argument("--no-report", action="store_true", help="do not write merger_report.json into OUT")
     parser.add_argument("--quiet", action="store_true", help="print nothing but errors")
     _add_source_options(parser)
@@ -281,6 +297,7 @@ def _add_verify(parser: argparse.ArgumentParser, tolerance: float) -> None:
     parser.add_argument("reference", metavar="REFERENCE", nargs="?", type=Path, help="Hugging Face model directory")
     parser.add_argument("--atol", type=float, default=tolerance, help=f"absolute tolerance ({tolerance:g})")
     parser.add_argument("--rtol", type=float, default=tolerance, help=f"relative tolerance ({tolerance:g})")
+    parser.add_argument("--lora-alpha", type=_number, metavar="N", help="alpha of LoRA, where no file states it")
     _add_source_options(parser)
     _add_verl_options(parser)
     parser.add_argument("--test_hf_dir", metavar="REFERENCE", type=Path, help=argparse.SUPPRESS)
@@ -292,6 +309,7 @@ def _add_source_check(parser: argparse.ArgumentParser) -> None:
         "--source", metavar="CKPT", type=Path, help="compare OUT, bit for bit, with what a merge of CKPT writes"
     )
     parser.add_argument("--config", metavar="DIR", type=Path, help="the folder that the merge of CKPT took by --config")
+    parser.add_argument("--base", metavar="DIR", type=Path, help="the folder that the merge of CKPT took by --base")
 
 
 def _add_logits(parser: argparse.ArgumentParser) -> None:
@@ -337,6 +355,16 @@ def _size(text: str) -> int:
         return parse_size(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _number(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no positive number")
+    return int(number) if number.is_integer() else number
 
 
 def _positive(text: str) -> int:

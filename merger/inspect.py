@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+from merger.adapters import LoraSummary, summarise
 from merger.checkpoint import Checkpoint
 from merger.errors import MergerError, Problem
 from merger.picture import picture_text
@@ -58,7 +59,7 @@ class InspectReport:
     `num_elements` and `num_bytes` are those of the merged tensors; `dtypes` and `placements` count tensors.
     `num_replicated` are the plain tensors, on every rank: buffers, and parameters that were not sharded. `tensors`
     holds those whose names match what was asked for. `left_out` maps saved entries that are no weights to what they
-    are. `picture` is the file that was drawn, None where none was.
+    are. `lora` is None where there are no adapters. `picture` is the file that was drawn, None where none was.
     """
 
     checkpoint: Path
@@ -79,6 +80,7 @@ class InspectReport:
     problems: tuple[Problem, ...]
     left_out: dict[str, str] = field(default_factory=dict)
     picture: Path | None = None
+    lora: LoraSummary | None = None
 
 
 def inspect(
@@ -139,6 +141,7 @@ def inspect(
         problems=source.problems,
         left_out=dict(source.others),
         picture=target,
+        lora=summarise(source),
     )
 
 

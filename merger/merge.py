@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeAlias
 
+from merger.adapters import LoraMode
 from merger.errors import Faults, MergerError
 from merger.huggingface.outputs import Unexpected
 from merger.huggingface.side_files import REPORT_NAME, copy_side_files
@@ -40,6 +41,10 @@ def merge(
     check_replicas: bool = False,
     shard_order: DealOrder | None = None,
     reduce_partial: bool = False,
+    lora: LoraMode = "both",
+    lora_alpha: float | None = None,
+    lora_adapter: str | None = None,
+    base: str | os.PathLike[str] | None = None,
     workers: int | None = None,
     report: bool = True,
     progress: Progress | None = None,
@@ -63,6 +68,11 @@ def merge(
         shard_order: How pieces were dealt along mesh axes whose ranks do not ascend.
         reduce_partial: Whether a tensor that was saved before its reduction over the ranks (a `Partial` placement) is
             reduced now, as the placement says.
+        lora: What to write of a checkpoint with LoRA adapters: the model with them folded in ("merge"), the adapter in
+            lora_adapter/ ("adapter"), both, or the base weights as they are and the adapter ("base").
+        lora_alpha: Alpha, where no adapter_config.json or lora_train_meta.json states it, or not the right one.
+        lora_adapter: Which adapter is meant, where a checkpoint holds several.
+        base: The model directory with the weights that a checkpoint of adapters alone is folded into.
         workers: How many threads copy, and how many processes read the headers where ranks are many.
         report: Whether merger_report.json is written beside the weights: what was merged, from what and how.
         progress: Called with (bytes written so far, bytes in all), from any thread, one call at a time.
@@ -80,6 +90,10 @@ def merge(
         world_size=world_size,
         shard_order=shard_order,
         reduce_partial=reduce_partial,
+        lora=lora,
+        lora_alpha=lora_alpha,
+        lora_adapter=lora_adapter,
+        base=None if base is None else Path(base),
     )
     _check_options(options, workers)
     source = read_checkpoint(
@@ -91,7 +105,9 @@ def merge(
     )
     target = Path(output)
     # The folder of the config is the checkpoint's, and not to be replaced, whether or not this merge reads it.
-    read_from = tuple(path for path in (source.path, source.config_dir, options.config) if path is not None)
+    read_from = tuple(
+        path for path in (source.path, source.config_dir, options.config, options.base) if path is not None
+    )
     faults = Faults()
     with faults:
         check_target(target, overwrite=overwrite, sources=read_from)
@@ -111,6 +127,8 @@ def merge(
                 progress=_counter(planned.plan, progress),
             )
             copy_side_files(planned.side_files, staging, replaced=planned.replaced)
+            for name, content in planned.small_files.items():
+                write_bytes(staging / name, content)
             check_written(planned.plan, staging)
             done = replace(done, notes=(*done.notes, *_overflow_notes(written)))
             if report:

@@ -7,9 +7,12 @@ it.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeAlias
+from math import prod
+from typing import Literal, TypeAlias
 
 from merger.dtypes import DType
+
+FoldLayout: TypeAlias = Literal["linear", "transposed", "conv", "experts", "transposed_experts"]
 
 # By the names that torch's `Partial` placement gives them. A sum of bools is no sum, and the average of whole numbers
 # is none: torch refuses that too.
@@ -38,7 +41,43 @@ class Reduce:
     kind: str
 
 
-Operation: TypeAlias = Reduce
+@dataclass(frozen=True, slots=True)
+class Fold:
+    """A weight with LoRA folded in: W + scaling * B A, in float32 (float64 where W is), rounded once.
+
+    The inputs are W, A of shape (rank, inputs) and B of shape (outputs, rank). How the product lies in W:
+
+    * "linear": W is (outputs, inputs); "transposed": (inputs, outputs), as embeddings and the Conv1D of GPT-2 have it.
+    * "conv": W is (outputs, inputs, *kernel), A (rank, inputs, *kernel), B (outputs, rank, 1, ...).
+    * "experts": W is (experts, outputs, inputs), "transposed_experts" (experts, inputs, outputs); A is (experts * rank,
+      inputs) with the expert as the slow index, B (outputs, rank * experts) with the expert as the fast one.
+
+    With `is_dora` a fourth input has the lengths that the vectors along the inputs, one per output, are given in the
+    end.
+    Source: `get_delta_weight` of the classes in peft/tuners/lora/layer.py, `merge_unsafe` of those in variants.py.
+    """
+
+    layout: FoldLayout
+    scaling: float
+    is_dora: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class AddScaled:
+    """The first input plus `scaling` times the second, of one shape, in float32 (float64 where the first is)."""
+
+    scaling: float
+
+
+Operation: TypeAlias = Reduce | Fold | AddScaled
+
+
+def least_elements(operation: Operation, shape: tuple[int, ...]) -> int:
+    """How many elements of the row-major order have to be computed together, at least."""
+    if not isinstance(operation, Fold):
+        return 1
+    # Whole rows, which the product gives at once, and whose length DoRA asks for.
+    return prod(shape[1:]) if operation.layout == "conv" else shape[-1]
 
 
 def can_reduce(kind: str, dtype: DType) -> bool:

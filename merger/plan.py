@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from merger.dtypes import DType
@@ -82,7 +82,7 @@ class OutputFile:
 class Plan:
     """All files of weights. `index` is model.safetensors.index.json, None for a single file.
 
-    `total_size` is that of all tensor data, in bytes, as the index states it.
+    `total_size` is that of all tensor data, in bytes; the index states that of the model alone.
     """
 
     files: tuple[OutputFile, ...]
@@ -107,6 +107,21 @@ def plan_output(tensors: Sequence[OutputTensor], *, max_shard_size: int, num_par
     total_size = sum(_num_bytes(tensor) for tensor in tensors)
     index = None if len(files) == 1 else _index(files, total_size, num_parameters)
     return Plan(tuple(files), index, total_size)
+
+
+def with_file(plan: Plan, name: str, tensors: Sequence[OutputTensor]) -> Plan:
+    """The plan with one more file, `name` in a folder of its own, whose tensors are not part of the model.
+
+    Raises `ModelError` for what a safetensors file cannot hold.
+    """
+    unwritable = [problem for tensor in tensors if (problem := _unwritable(tensor)) is not None]
+    if unwritable:
+        raise ModelError(unwritable)
+    size = sum(_num_bytes(tensor) for tensor in tensors)
+    return replace(plan, files=(*plan.files, _plan_file(name, tensors)), total_size=plan.total_size + size)
+
+
+NOTHING = Plan((), None, 0)
 
 
 def parse_size(text: str) -> int:

@@ -9,20 +9,25 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import prod
+from math import inf, prod
 from pathlib import Path
 from typing import Literal, TypeAlias, get_args
 
+from merger.adapters import LoraMode, LoraPlan, LoraSummary, plan_lora, writes_model
 from merger.checkpoint import Checkpoint
 from merger.checks import limit_problems, replica_pairs
 from merger.comparing import differing_replicas, first_difference, same_records
 from merger.errors import CheckpointError, Faults, MergerError, ModelError, Problem
 from merger.huggingface.expected import Architecture, expected_architecture, generation_config_complaint, read_config
-from merger.huggingface.outputs import Outputs, Unexpected, choose_outputs, main_dtype
+from merger.huggingface.lora_export import CONFIG_NAME as ADAPTER_CONFIG
+from merger.huggingface.lora_export import FOLDER as ADAPTER_FOLDER
+from merger.huggingface.lora_export import WEIGHTS_NAME as ADAPTER_WEIGHTS
+from merger.huggingface.outputs import NO_OUTPUTS, Outputs, Unexpected, choose_outputs, main_dtype
 from merger.huggingface.side_files import SideFiles, config_bytes, output_config, plan_side_files
-from merger.plan import OutputTensor, Plan, parse_size, plan_output
+from merger.plan import NOTHING, OutputTensor, Plan, parse_size, plan_output, with_file
 from merger.reading import SourceReader
 from merger.sharding import DealOrder
+from merger.sources import read_reference
 from merger.tensors import StoredTensor, in_files
 
 DTypeChoice: TypeAlias = Literal["auto", "keep", "float32", "float16", "bfloat16"]
@@ -40,6 +45,10 @@ class MergeOptions:
     world_size: int | None
     shard_order: DealOrder | None
     reduce_partial: bool
+    lora: LoraMode
+    lora_alpha: float | None
+    lora_adapter: str | None
+    base: Path | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,22 +57,28 @@ class PlannedMerge:
 
     `config_dir` is where the config and the other side files come from, None where weights alone are merged; `replaced`
     are the new bytes of those side files that change. `notes` say what was decided, without any path, so that they are
-    the same wherever the checkpoint lies.
+    the same wherever the checkpoint lies. `base` has the weights on which the adapters of the source are, where it has
+    adapters alone; `adapter` are the tensors of the adapter that is written beside the model, and `lora` says what was
+    found. `small_files` are files that are written as they are, by place.
     """
 
     source: Checkpoint
+    base: Checkpoint | None
     config_dir: Path | None
     outputs: Outputs
     plan: Plan
     side_files: SideFiles
     replaced: dict[str, bytes]
+    small_files: dict[str, bytes]
+    adapter: tuple[OutputTensor, ...]
+    lora: LoraSummary | None
     notes: tuple[str, ...]
 
     @property
     def num_bytes(self) -> int:
         """How many bytes the planned files take."""
         weights = sum(file.num_bytes for file in self.plan.files) + len(self.plan.index or b"")
-        return weights + self.side_files.num_bytes
+        return weights + self.side_files.num_bytes + sum(map(len, self.small_files.values()))
 
 
 def checked_limit(options: MergeOptions) -> int:
@@ -73,9 +88,12 @@ def checked_limit(options: MergeOptions) -> int:
         for name, value, choices in (
             ("dtype", options.dtype, get_args(DTypeChoice)),
             ("unexpected", options.unexpected, get_args(Unexpected)),
+            ("lora", options.lora, get_args(LoraMode)),
         )
         if value not in choices
     ]
+    if options.lora_alpha is not None and not 0 < options.lora_alpha < inf:
+        problems.append(Problem("bad-option", "lora_alpha", f"{options.lora_alpha} is no positive number"))
     limit = 0
     try:
         size = options.max_shard_size
@@ -92,7 +110,7 @@ def checked_limit(options: MergeOptions) -> int:
 def check_source(
     source: Checkpoint, options: MergeOptions, *, check_replicas: bool, faults: Faults
 ) -> Architecture | None:
-    """Checks all of `source`, and says what its config expects; None where weights alone are merged.
+    """Checks all of `source`, and says what its config expects; None where weights or adapters alone are written.
 
     What is wrong is raised at once, together with what `faults` hold already. `check_replicas` reads replicas in full.
     """
@@ -101,7 +119,8 @@ def check_source(
         with faults:
             _check_bytes(reader, source, in_full=check_replicas)
         with faults:
-            architecture = None if options.weights_only else expected_architecture(_config_dir(source, options))
+            config_dir = _config_dir(source, options)
+            architecture = None if config_dir is None else expected_architecture(config_dir)
         faults.raise_all()
     return architecture
 
@@ -113,23 +132,75 @@ def plan_merge(
 
     Raises `ModelError` with all that does not fit the architecture.
     """
-    config_dir = None if options.weights_only else _config_dir(source, options)
-    with SourceReader() as reader:
-        outputs = choose_outputs(
-            source.tensors,
-            architecture,
-            dtype=_target_dtype(options.dtype, architecture),
-            unexpected=options.unexpected,
-            are_equal=lambda first, other: _are_equal(reader, first, other),
-        )
-    plan = plan_output(
-        outputs.tensors,
-        max_shard_size=checked_limit(options),
-        num_parameters=_num_parameters(outputs.tensors, architecture),
+    config_dir = _config_dir(source, options)
+    base = None if options.base is None else read_reference(options.base)
+    lora = plan_lora(
+        source, base, architecture, mode=options.lora, alpha=options.lora_alpha, adapter=options.lora_adapter
     )
-    side_files, replaced, notes = _plan_side_files(config_dir, target, outputs)
-    notes = (*source.notes, *outputs.notes, *notes)
-    return PlannedMerge(source, config_dir, outputs, plan, side_files, replaced, notes)
+    if lora is None:
+        _check_no_lora_options(options)
+    plan, outputs = NOTHING, NO_OUTPUTS
+    if lora is None or lora.tensors is not None:
+        with SourceReader() as reader:
+            outputs = choose_outputs(
+                source.tensors if lora is None or lora.tensors is None else lora.tensors,
+                architecture,
+                dtype=_target_dtype(options.dtype, architecture),
+                unexpected=options.unexpected,
+                are_equal=lambda first, other: _are_equal(reader, first, other),
+            )
+        plan = plan_output(
+            outputs.tensors,
+            max_shard_size=checked_limit(options),
+            num_parameters=_num_parameters(outputs.tensors, architecture),
+        )
+    side_files, replaced, notes = _plan_side_files(config_dir, target, outputs, has_lora=lora is not None)
+    notes = (*source.notes, *(() if lora is None else lora.notes), *outputs.notes, *notes)
+    adapter = None if lora is None else lora.adapter
+    exported = tuple(
+        OutputTensor(n, tensor.dtype, tensor) for n, tensor in (adapter.tensors if adapter else {}).items()
+    )
+    return PlannedMerge(
+        source=source,
+        base=base,
+        config_dir=config_dir,
+        outputs=outputs if lora is None else _by_saved_names(outputs, lora),
+        plan=with_file(plan, ADAPTER_WEIGHTS, exported) if exported else plan,
+        side_files=side_files,
+        replaced=replaced,
+        small_files={ADAPTER_CONFIG: adapter.config} if adapter is not None else {},
+        adapter=exported,
+        lora=None if lora is None else lora.summary,
+        notes=notes,
+    )
+
+
+def _by_saved_names(outputs: Outputs, lora: LoraPlan) -> Outputs:
+    """What was chosen of a model's tensors, told by the names under which these were saved."""
+    written = {tensor.name for tensor in outputs.tensors}
+    renamed = {
+        saved: name
+        for own, saved in lora.saved_as.items()
+        if (name := outputs.renamed.get(own, own)) in written and name != saved
+    }
+    dropped = (*lora.dropped, *(lora.saved_as.get(name, name) for name in outputs.dropped))
+    return replace(outputs, renamed=renamed, dropped=dropped)
+
+
+def _check_no_lora_options(options: MergeOptions) -> None:
+    """Raises for options that say what to do with adapters, where there are none: nothing is folded unnoticed."""
+    given = [
+        name
+        for name, value in (
+            ("lora_alpha", options.lora_alpha),
+            ("lora_adapter", options.lora_adapter),
+            ("base", options.base),
+        )
+        if value is not None
+    ]
+    if given:
+        message = "is for checkpoints with LoRA adapters, and this one has none; leave it out"
+        raise ModelError([Problem("no-lora", name, message) for name in given])
 
 
 def _check_bytes(reader: SourceReader, source: Checkpoint, *, in_full: bool) -> None:
@@ -145,9 +216,11 @@ def _check_bytes(reader: SourceReader, source: Checkpoint, *, in_full: bool) -> 
         raise CheckpointError(limit_problems(problems))
 
 
-def _config_dir(source: Checkpoint, options: MergeOptions) -> Path:
-    """The folder with config.json and what else lies beside the weights."""
-    config_dir = options.config or source.config_dir
+def _config_dir(source: Checkpoint, options: MergeOptions) -> Path | None:
+    """The folder with config.json and what else lies beside the weights; None where no whole model is written."""
+    if options.weights_only or not writes_model(source, options.lora, options.base):
+        return None
+    config_dir = options.config or source.config_dir or options.base
     if config_dir is None:
         raise ModelError(
             Problem(
@@ -182,12 +255,16 @@ def _are_equal(reader: SourceReader, first: StoredTensor, other: StoredTensor) -
 
 
 def _plan_side_files(
-    config_dir: Path | None, target: Path, outputs: Outputs
+    config_dir: Path | None, target: Path, outputs: Outputs, *, has_lora: bool
 ) -> tuple[SideFiles, dict[str, bytes], tuple[str, ...]]:
     """What lies beside the weights, the new bytes of config.json, and what is to be said of it."""
     if config_dir is None:
         return SideFiles((), (), has_tokenizer=False, problems=()), {}, ()
     side_files = plan_side_files(config_dir)
+    if has_lora:
+        # The adapter's settings are written where it is. Beside a model that has it in already they would mislead.
+        beside = [file for file in side_files.files if not _is_of_adapter(file.relative_path)]
+        side_files = replace(side_files, files=tuple(beside))
     # An output inside the folder of the config, or what a killed run left of one, is not part of what is copied.
     inside = {target.resolve(), *(target.resolve().parent / f".{target.name}.{end}" for end in ("merging", "replaced"))}
     beside = [
@@ -227,6 +304,10 @@ def _plan_side_files(
     if (complaint := generation_config_complaint(config_dir)) is not None:
         notes.append(f"generation_config.json was copied as it is, but transformers objects to it: {complaint}")
     return side_files, replaced, tuple(notes)
+
+
+def _is_of_adapter(place: str) -> bool:
+    return place == "adapter_config.json" or place.startswith(f"{ADAPTER_FOLDER}/")
 
 
 def _is_quantised(tensor: OutputTensor) -> bool:

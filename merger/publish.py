@@ -25,6 +25,8 @@ _NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS}
 _UNWRITABLE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
 # Names of a directory's content that a message shows: enough to recognise it by.
 _MAX_LISTED = 5
+# What makes a directory one that a merge wrote, where it has no weights of its own.
+_OF_A_MODEL = ("config.json", "lora_adapter")
 # Folders in which trainers save a step.
 _STEP_FOLDER = re.compile(r"(checkpoint|global_step|iter|step)[-_]?[0-9]+")
 
@@ -73,7 +75,7 @@ def _check_target(target: Path, *, overwrite: bool, sources: tuple[Path, ...]) -
             target,
             f"holds more than a model ({kept}), which --overwrite would delete; choose another directory",
         )
-    if not any(name == "config.json" or name.endswith((".safetensors", ".bin")) for name in names):
+    if not any(name in _OF_A_MODEL or name.endswith((".safetensors", ".bin")) for name in names):
         raise _refused(
             "target-not-a-model",
             target,

@@ -12,7 +12,7 @@ import resource
 import threading
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache, partial
 from math import prod
@@ -34,6 +34,8 @@ from merger.tensors import (
 if TYPE_CHECKING:
     import numpy as np
 
+    from merger.computing import Kept
+
     Elements: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 
 # Source files kept open at once: half of what the process may open, the rest is left to others. On a network disk each
@@ -41,7 +43,7 @@ if TYPE_CHECKING:
 MAX_OPEN_FILES = max(16, min(1024, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2))
 # How much of what was computed is kept, for all threads together: enough for each to go on where it was, and to gather
 # the transpose of a matrix of some 10 million elements without computing it once per row.
-_MAX_COMPUTED_BYTES = 64 << 20
+_MAX_KEPT_BYTES = 96 << 20
 # How much of a source may be read to gather a strided rectangle, as a multiple of the bytes wanted, before it is
 # read in smaller pieces instead.
 _MAX_READ_AMPLIFICATION = 4
@@ -57,8 +59,9 @@ class SourceReader:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._files: OrderedDict[SourceFile, _OpenFile] = OrderedDict()
-        self._computed: OrderedDict[tuple[Computation, int], memoryview] = OrderedDict()
-        self._computed_bytes = 0
+        # Bands that were computed, and what is needed for the next ones.
+        self._kept: OrderedDict[tuple[Computation, object], Kept] = OrderedDict()
+        self._kept_bytes = 0
 
     def __enter__(self) -> SourceReader:  # noqa: PYI034 - typing.Self is not in Python 3.10
         return self
@@ -116,23 +119,31 @@ class SourceReader:
             index += 1
 
     def _band(self, computation: Computation, index: int) -> memoryview:
-        """A band of a computation's grid, kept from before or computed now."""
-        key = (computation, index)
+        """A band of a computation's grid."""
+        offsets, sizes = _grid(computation)[1][index]
+        read = partial(read_rectangle, self)
+        found: memoryview = self._keep(
+            (computation, ("band", index)), lambda: compute_band(computation, offsets, sizes, read, self._keep)
+        )
+        return found
+
+    def _keep(self, key: tuple[Computation, object], make: Callable[[], Kept]) -> Any:  # noqa: ANN401 - as made
+        """What was made under this key, kept from before or made now."""
         with self._lock:
-            data = self._computed.get(key)
-            if data is not None:
-                self._computed.move_to_end(key)
-                return data
-        # Two threads may come to compute the same: then both find the same, and one is kept.
-        data = compute_band(computation, *_grid(computation)[1][index], partial(read_rectangle, self))
+            kept = self._kept.get(key)
+            if kept is not None:
+                self._kept.move_to_end(key)
+                return kept
+        # Two threads may come to make the same: then both find the same, and one is kept.
+        made = make()
         with self._lock:
-            if key not in self._computed:
-                self._computed[key] = data
-                self._computed_bytes += len(data)
-            while self._computed_bytes > _MAX_COMPUTED_BYTES and len(self._computed) > 1:
-                _, dropped = self._computed.popitem(last=False)
-                self._computed_bytes -= len(dropped)
-        return data
+            if key not in self._kept:
+                self._kept[key] = made
+                self._kept_bytes += made.nbytes
+            while self._kept_bytes > _MAX_KEPT_BYTES and len(self._kept) > 1:
+                _, dropped = self._kept.popitem(last=False)
+                self._kept_bytes -= dropped.nbytes
+        return made
 
     def _close_idle(self) -> None:
         excess = len(self._files) - MAX_OPEN_FILES

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any, get_args
@@ -18,6 +19,7 @@ from merger.checkpoint import Checkpoint
 from merger.checks import shape_text
 from merger.comparing import element_texts, position_in
 from merger.errors import Faults, Problem, TargetError
+from merger.huggingface.lora_export import WEIGHTS_NAME as ADAPTER_WEIGHTS
 from merger.huggingface.outputs import Unexpected, main_dtype
 from merger.huggingface.side_files import REPORT_NAME
 from merger.plan import OutputTensor
@@ -40,6 +42,7 @@ def verify_merge(
     checkpoint: str | os.PathLike[str],
     *,
     config: str | os.PathLike[str] | None = None,
+    base: str | os.PathLike[str] | None = None,
     world_size: int | None = None,
     shard_order: DealOrder | None = None,
     reduce_partial: bool = False,
@@ -50,12 +53,12 @@ def verify_merge(
 
     The options of that merge are those in merger_report.json; where there is none, those that give the names and types
     that the output has. `config` is needed where that merge was given one that is not in the checkpoint (else the
-    output's own stands in for it); `workers` is how many processes read the headers where ranks are many. In the
-    report, the output is the `checkpoint` and what the merge writes is the `reference`. Side files that are others are
-    told in its notes and are no difference, for they are there to be edited. Raises `MergerError` where the output
-    cannot be read, or the checkpoint not be merged.
+    output's own stands in for it), and `base` where adapters alone were folded into that; `workers` is how many
+    processes read the headers where ranks are many. In the report, the output is the `checkpoint` and what the merge
+    writes is the `reference`. Side files that are others are told in its notes and are no difference, for they are
+    there to be edited. Raises `MergerError` where the output cannot be read, or the checkpoint not be merged.
     """
-    found = read_reference(Path(output))
+    found = _read_output(Path(output))
     stated = read_report(found.path)
     own = {} if stated is None else stated["options"]
     source = read_checkpoint(
@@ -66,10 +69,12 @@ def verify_merge(
         workers=workers,
     )
     given = None if config is None else Path(config)
+    base_dir = None if base is None else Path(base)
     if stated is None:
-        options = _guesses(found, source, given, shard_order=shard_order, reduce_partial=reduce_partial)
+        guesses = _guesses(found, source, given, shard_order=shard_order, reduce_partial=reduce_partial)
+        options = [replace(one, base=base_dir) for one in guesses]
     else:
-        options = [_stated_options(own, found, source, given)]
+        options = [_stated_options(own, found, source, given, base_dir)]
     architecture = check_source(source, options[0], check_replicas=False, faults=Faults())
     plans = [plan_merge(source, one, architecture, target=found.path) for one in options]
     distances = [_num_unlike(planned, found) for planned in plans]
@@ -77,13 +82,27 @@ def verify_merge(
     planned = plans[best]
     notes = [*source.located, _options_note(options[best], is_stated=stated is not None)]
     if stated is not None:
-        notes += _source_notes(stated, source)
+        notes += _source_notes(stated, source, planned.base)
     notes += _side_file_notes(planned, found.path)
     comparisons = _comparisons(planned, found, progress)
     return VerifyReport(found.path, source.path, tuple(comparisons), planned.plan.total_size, tuple(notes))
 
 
-def _stated_options(own: dict[str, Any], found: Checkpoint, source: Checkpoint, given: Path | None) -> MergeOptions:
+def _read_output(output: Path) -> Checkpoint:
+    """An output with its adapter: the tensors of both, whose names differ."""
+    weights = output / ADAPTER_WEIGHTS
+    if not weights.is_file():
+        return read_reference(output)
+    adapter = read_reference(weights.parent)
+    if not any(output.glob("*.safetensors")):
+        return replace(adapter, path=output)
+    model = read_reference(output)
+    return replace(model, tensors={**model.tensors, **adapter.tensors})
+
+
+def _stated_options(
+    own: dict[str, Any], found: Checkpoint, source: Checkpoint, given: Path | None, base: Path | None
+) -> MergeOptions:
     names = [field.name for field in dataclasses.fields(MergeOptions)]
     if absent := [name for name in names if name not in own]:
         message = f"lacks the options {', '.join(absent)}, as of another version; delete it to go without"
@@ -92,7 +111,10 @@ def _stated_options(own: dict[str, Any], found: Checkpoint, source: Checkpoint, 
     config = given
     if config is None and isinstance(place, str):
         config = found.path if place == ELSEWHERE else source.path / place
-    return MergeOptions(**{**{name: own[name] for name in names}, "config": config})
+    if base is None and own["base"] is not None:
+        message = "was folded into the weights of a base model; name the folder of that one by --base DIR"
+        raise TargetError(Problem("no-base", str(found.path), message))
+    return MergeOptions(**{**{name: own[name] for name in names}, "config": config, "base": base})
 
 
 def _guesses(
@@ -112,6 +134,10 @@ def _guesses(
             world_size=source.world_size,
             shard_order=shard_order,
             reduce_partial=reduce_partial,
+            lora="both",
+            lora_alpha=None,
+            lora_adapter=None,
+            base=None,
         )
         for dtype, unexpected in product(dtypes, unexpected_choices)
     ]
@@ -119,7 +145,7 @@ def _guesses(
 
 def _num_unlike(planned: PlannedMerge, found: Checkpoint) -> int:
     """How many tensors are on one side only, or of another type."""
-    expected = {tensor.name: tensor.dtype for tensor in planned.outputs.tensors}
+    expected = {tensor.name: tensor.dtype for tensor in (*planned.outputs.tensors, *planned.adapter)}
     return len(set(expected.items()) ^ {(name, tensor.dtype) for name, tensor in found.tensors.items()})
 
 
@@ -130,12 +156,12 @@ def _options_note(options: MergeOptions, *, is_stated: bool) -> str:
     return f"there is no {REPORT_NAME}; by its names and types the output is of a merge with {told}"
 
 
-def _source_notes(stated: dict[str, Any], source: Checkpoint) -> list[str]:
+def _source_notes(stated: dict[str, Any], source: Checkpoint, base: Checkpoint | None) -> list[str]:
     """What the report says of files that are not those that lie here."""
     told = stated.get("sources")
     if not isinstance(told, list):
         return []
-    here = {one.file: (one.num_bytes, one.recorded_crc32) for one in source_summaries(source)}
+    here = {one.file: (one.num_bytes, one.recorded_crc32) for one in source_summaries(source, base)}
     there = {
         str(one.get("file")): (one.get("num_bytes"), one.get("recorded_crc32")) for one in told if isinstance(one, dict)
     }
@@ -146,7 +172,11 @@ def _source_notes(stated: dict[str, Any], source: Checkpoint) -> list[str]:
 
 
 def _side_file_notes(planned: PlannedMerge, output: Path) -> list[str]:
-    others = []
+    others = [
+        name
+        for name, content in planned.small_files.items()
+        if not (output / name).is_file() or (output / name).read_bytes() != content
+    ]
     for file in planned.side_files.files:
         if file.source.is_relative_to(output.resolve()):
             continue  # the output's own config stands in for one that is not here
@@ -172,14 +202,14 @@ def _comparisons(
             progress(done, planned.plan.total_size)
 
     with SourceReader() as reader:
-        for expected in planned.outputs.tensors:
+        for expected in (*planned.outputs.tensors, *planned.adapter):
             there = found.tensors.get(expected.name)
             if there is None:
                 detail = f"{shape_text(expected.source.shape)}, not in the output"
                 comparisons.append(TensorComparison(expected.name, "missing", None, expected.dtype.name, None, detail))
             else:
                 comparisons.append(_compare(reader, expected, there, count))
-    names = {tensor.name for tensor in planned.outputs.tensors}
+    names = {tensor.name for tensor in (*planned.outputs.tensors, *planned.adapter)}
     for name, tensor in found.tensors.items():
         if name not in names:
             detail = f"{shape_text(tensor.shape)}, which the merge does not write"

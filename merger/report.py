@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from merger.adapters import LoraSummary
 from merger.checkpoint import Checkpoint
 from merger.errors import Problem, TargetError
 from merger.huggingface.side_files import REPORT_NAME
@@ -66,10 +67,10 @@ class MergeReport:
     cast, by "float32 -> bfloat16", and `cast_names` names them. `renamed` maps saved names to written ones where they
     differ; `dropped` are saved names not written. `tied` maps names that are not written to the one that is written
     for them, `untied` those that are written although the architecture ties them. `computed` says of the written
-    tensors that are no copies which operation made them of which saved ones. `left_out` maps saved entries that are no
-    weights to what they are, such as "int". `versions` are those of this package
-    and of others on which the output depends, None where one is not installed; `options` what was asked for. `notes`
-    are sentences for people: ties, left-out entries, missing tokenizers and the like.
+    tensors that are no copies which operation made them of which saved ones; `lora` what adapters were found.
+    `left_out` maps saved entries that are no weights to what they are, such as "int". `versions` are those of this
+    package and of others on which the output depends, None where one is not installed; `options` what was asked for.
+    `notes` are sentences for people: ties, left-out entries, missing tokenizers and the like.
     """
 
     checkpoint: Path
@@ -91,6 +92,7 @@ class MergeReport:
     untied: dict[str, str] = dataclasses.field(default_factory=dict)
     computed: dict[str, tuple[ComputedSummary, ...]] = dataclasses.field(default_factory=dict)
     left_out: dict[str, str] = dataclasses.field(default_factory=dict)
+    lora: LoraSummary | None = None
     sources: tuple[SourceSummary, ...] = ()
     versions: dict[str, str | None] = dataclasses.field(default_factory=dict)
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -113,6 +115,7 @@ def merge_report(
         dry_run=dry_run,
         num_tensors=len(outputs.tensors),
         num_bytes=planned.plan.total_size,
+        lora=planned.lora,
         weight_files=tuple(file.name for file in planned.plan.files),
         side_files=tuple(file.relative_path for file in planned.side_files.files),
         dtypes=dict(sorted(Counter(tensor.dtype.name for tensor in outputs.tensors).items())),
@@ -125,7 +128,7 @@ def merge_report(
         untied=dict(outputs.untied),
         computed={tensor.name: made for tensor in outputs.tensors if (made := _computed(tensor.source))},
         left_out=dict(source.others),
-        sources=source_summaries(source, planned.plan if checksum and not dry_run else None),
+        sources=source_summaries(source, planned.base, planned.plan if checksum and not dry_run else None),
         versions={"merger": __version__, **{name: _version(name) for name in _PACKAGES}},
         options={**_stated(options, planned), "checksum": checksum},
     )
@@ -168,8 +171,13 @@ def _computed(tensor: StoredTensor) -> tuple[ComputedSummary, ...]:
     )
 
 
-def source_summaries(source: Checkpoint, plan: Plan | None = None) -> tuple[SourceSummary, ...]:
-    """The files of a checkpoint; of what `plan` copies from them it is told how much that verifies."""
+def source_summaries(
+    source: Checkpoint, base: Checkpoint | None = None, plan: Plan | None = None
+) -> tuple[SourceSummary, ...]:
+    """The files of a checkpoint, and of the base of its adapters.
+
+    Of what `plan` copies from them it is told how much that verifies.
+    """
     verified: dict[SourceFile, dict[int, int]] = {}
     written = (one.tensor.source for file in (plan.files if plan is not None else ()) for one in file.tensors)
     for chunk in (chunk for tensor in written for stored in in_files(tensor) for chunk in distinct_chunks(stored)):
@@ -183,7 +191,7 @@ def source_summaries(source: Checkpoint, plan: Plan | None = None) -> tuple[Sour
             recorded_crc32=None if file.recorded_crc32 is None else f"{file.recorded_crc32:08x}",
             verified_bytes=sum(verified.get(file, {}).values()),
         )
-        for file in source.files
+        for file in (*source.files, *(() if base is None else base.files))
     )
 
 
@@ -191,7 +199,8 @@ def _stated(options: MergeOptions, planned: PlannedMerge) -> dict[str, Any]:
     """The options as JSON. `config` is a place in the checkpoint, "elsewhere", or None where none was read."""
     config_dir = planned.config_dir
     place = None if config_dir is None else _relative(config_dir, planned.source.path) or ELSEWHERE
-    return {**dataclasses.asdict(options), "max_shard_size": checked_limit(options), "config": place}
+    base = None if options.base is None else ELSEWHERE
+    return {**dataclasses.asdict(options), "max_shard_size": checked_limit(options), "config": place, "base": base}
 
 
 def _relative(path: Path, folder: Path) -> str | None:

@@ -7,6 +7,7 @@ import textwrap
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
+from merger.adapters import LoraSummary
 from merger.checks import grid_text, limit_problems, ranks_text, shape_text
 from merger.inspect import InspectReport, MeshSummary, TensorSummary
 from merger.report import MergeReport
@@ -31,6 +32,8 @@ def merge_text(report: MergeReport) -> str:
         *_wrapped("  tensors   ", f"{report.num_tensors:,}: {_counts(report.dtypes)}"),
         f"  weights   {size_text(report.num_bytes)} in {files}",
     ]
+    if report.lora is not None:
+        lines += _wrapped("  lora      ", _lora_text(report.lora))
     if report.casts:
         lines += _wrapped("  cast      ", _counts(report.casts))
     if report.side_files:
@@ -60,6 +63,8 @@ def inspect_text(report: InspectReport) -> str:
     )
     lines += _wrapped("  dtypes    ", _counts(report.dtypes) or "none")
     lines += _one_by_one("  placed    ", [f"{number:,} {name}" for name, number in report.placements.items()])
+    if report.lora is not None:
+        lines += _wrapped("  lora      ", _lora_text(report.lora))
     lines.append(f"  config    {report.config_dir or 'none'}")
     for note in report.notes:
         lines += _wrapped("  note      ", note)
@@ -122,6 +127,21 @@ def size_text(num_bytes: int) -> str:
             return f"{size:.2f} {unit}"
         size /= 1000
     return f"{size:.2f} TB"
+
+
+def _lora_text(lora: LoraSummary) -> str:
+    ranks = " and ".join(map(str, lora.ranks))
+    alpha = "not known" if lora.alpha is None else f"{lora.alpha:g}"
+    parts = [f"{_counted(lora.num_modules, 'layer')}, r {ranks}, alpha {alpha}"]
+    parts += ["rsLoRA"] if lora.use_rslora else []
+    parts += ["DoRA"] if lora.use_dora else []
+    if lora.modules_to_save:
+        parts.append(f"trained copies of {', '.join(lora.modules_to_save)}")
+    if len(lora.adapters) > 1:
+        parts.append(f"adapters {', '.join(lora.adapters)}")
+    if not lora.has_base:
+        parts.append("adapters alone, without base weights")
+    return "; ".join(parts)
 
 
 def _mesh_text(mesh: MeshSummary) -> str:

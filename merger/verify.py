@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
+from merger.adapters import plan_lora
+from merger.checkpoint import Checkpoint
 from merger.checks import check_cover, limit_problems, shape_text
 from merger.errors import CheckpointError, MergerError, Problem
 from merger.huggingface.expected import Architecture, expected_architecture
@@ -75,6 +77,7 @@ def verify(
     world_size: int | None = None,
     shard_order: DealOrder | None = None,
     reduce_partial: bool = False,
+    lora_alpha: float | None = None,
     workers: int | None = None,
     logits: bool = False,
     logits_atol: float = LOGITS_ATOL,
@@ -85,7 +88,8 @@ def verify(
     A tensor is within the tolerances where |checkpoint - reference| <= atol + rtol * |reference| for every element. The
     checkpoint's values are first rounded to the reference's element type, where that is another floating one. Names are
     compared as a merge would write them, and tied names count as one. `world_size`, `shard_order` and `reduce_partial`
-    are for whichever side is sharded; `workers` is how many processes read the headers where ranks are many.
+    are for whichever side is sharded, and `lora_alpha` for one with LoRA adapters of which no file states it: these are
+    compared with the adapters folded in. `workers` is how many processes read the headers where ranks are many.
     With `logits`, both have to be model directories: both are run on a few tokens, in float32, and may differ by
     `logits_atol`. `progress` is called with (bytes compared so far, bytes in all). Raises `MergerError` where either
     side cannot be read or run.
@@ -104,12 +108,13 @@ def verify(
         message = f"{sides[0]} is no model directory, and nothing else can be run; merge it first"
         raise MergerError(Problem("bad-option", "logits", message))
     architecture, notes = _architecture(target.config_dir)
-    theirs = target.tensors
+    theirs = _with_lora(target, architecture, lora_alpha)
     if target.layouts:
         reference_names = strip_wrappers(theirs, None if architecture is None else architecture.shapes)
         theirs = {reference_names[fqn]: tensor for fqn, tensor in theirs.items()}
-    names = strip_wrappers(source.tensors, set(theirs))
-    ours = {names[fqn]: tensor for fqn, tensor in source.tensors.items()}
+    ours = _with_lora(source, architecture, lora_alpha)
+    names = strip_wrappers(ours, set(theirs))
+    ours = {names[fqn]: tensor for fqn, tensor in ours.items()}
     ignored = set() if architecture is None else set(ignored_names(architecture, ours))
     canonical = _canonical_names(architecture)
     held_by_ties = {canonical[name]: name for name in ours if name in canonical}
@@ -134,6 +139,12 @@ def verify(
     size = sum(num_bytes(tensor) for tensor in ours.values())
     computed = compare_logits(source.path, target.path, tolerance=logits_atol) if logits else None
     return VerifyReport(source.path, target.path, tuple(comparisons), size, (*source.located, *notes), computed)
+
+
+def _with_lora(side: Checkpoint, architecture: Architecture | None, alpha: float | None) -> Mapping[str, StoredTensor]:
+    """The tensors of a side, of one with adapters on base weights those of the model with the adapters folded in."""
+    lora = plan_lora(side, None, architecture, mode="merge", alpha=alpha, adapter=None)
+    return side.tensors if lora is None or lora.tensors is None else lora.tensors
 
 
 def _architecture(config_dir: Path | None) -> tuple[Architecture | None, tuple[str, ...]]:

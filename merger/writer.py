@@ -60,6 +60,7 @@ def write_plan(
     with SourceReader() as reader, ThreadPoolExecutor(workers) as pool:
         for file in plan.files:
             path = directory / file.name
+            path.parent.mkdir(exist_ok=True)
             _write_file(file, path, reader, pool, unchecked=unchecked, progress=progress, result=result)
     if plan.index is not None:
         write_bytes(directory / INDEX_NAME, plan.index)

@@ -42,7 +42,8 @@ class Architecture:
     `keep_fp32` are the names that stay float32 in a bfloat16 or float16 model, `keep_fp32_in_float16` those that do in
     a float16 model only; `kept_in_float32` puts them together. `ignore_unexpected` are regular expressions, to be
     searched, of names that files may hold and the model does not read. `dtype` is what config.json states. `buffers`
-    are those names of `shapes` that are no parameters.
+    are those names of `shapes` that are no parameters; `conv1d` those of weights that lie as (inputs, outputs), as the
+    Conv1D of GPT-2 has them.
     """
 
     class_name: str
@@ -53,6 +54,7 @@ class Architecture:
     ignore_unexpected: tuple[str, ...]
     dtype: str | None
     buffers: frozenset[str] = frozenset()
+    conv1d: frozenset[str] = frozenset()
 
     def kept_in_float32(self, dtype: str) -> frozenset[str]:
         """Names that are not to be cast when the model is cast to `dtype`, a torch name such as "bfloat16"."""
@@ -229,6 +231,9 @@ def _architecture(model: Any, class_name: str, dtype: str | None) -> Architectur
         ignore_unexpected=tuple(sorted(ignored)),
         dtype=dtype,
         buffers=frozenset(name for name, tensor in state.items() if not isinstance(tensor, torch.nn.Parameter)),
+        conv1d=frozenset(
+            f"{name}.weight" for name, module in model.named_modules() if type(module).__name__ == "Conv1D"
+        ),
     )
 
 

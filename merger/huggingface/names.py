@@ -25,7 +25,8 @@ _MAX_PLACES = 8
 # How many names one message lists. Past that a reader wants the count, and to see the pattern.
 _MAX_LISTED = 10
 
-_LORA = re.compile(r"(^|\.)(lora_[A-Za-z_]+|base_layer|modules_to_save|original_module)(\.|$)")
+# What peft puts into names, of kinds of adapters that are no LoRA.
+_ADAPTER = re.compile(r"(^|\.)(lora_|ia3_l|hada_w|oft_R|vera_lambda|base_layer\.|original_module\.)")
 
 
 def strip_wrappers(fqns: Iterable[str], expected: Collection[str] | None) -> dict[str, str]:
@@ -39,7 +40,7 @@ def strip_wrappers(fqns: Iterable[str], expected: Collection[str] | None) -> dic
     >>> strip_wrappers(["module._orig_mod.norm.weight"], None)
     {'module._orig_mod.norm.weight': 'norm.weight'}
     """
-    parts = {fqn: tuple(part for part in fqn.split(".") if part not in _WRAPPERS) for fqn in fqns}
+    parts = {fqn: without_wrapper_parts(fqn) for fqn in fqns}
     known = frozenset(expected or ())
     for prefix in _common_prefixes(parts.values(), known):
         parts = {fqn: own[len(prefix) :] for fqn, own in parts.items()}
@@ -61,6 +62,15 @@ def strip_wrappers(fqns: Iterable[str], expected: Collection[str] | None) -> dic
     if problems:
         raise CheckpointError(problems)
     return stripped
+
+
+def without_wrapper_parts(fqn: str) -> tuple[str, ...]:
+    """The components of a saved name without those that no module is called otherwise; prefixes stay.
+
+    >>> without_wrapper_parts("module._orig_mod.norm.weight")
+    ('module', 'norm', 'weight')
+    """
+    return tuple(part for part in fqn.split(".") if part not in _WRAPPERS)
 
 
 def ignored_names(architecture: Architecture, names: Iterable[str]) -> list[str]:
@@ -155,9 +165,9 @@ def _is_ignored(architecture: Architecture, name: str) -> bool:
 
 
 def _advice_on(extra: list[str]) -> str:
-    if any(_LORA.search(name) for name in extra):
+    if any(_ADAPTER.search(name) for name in extra):
         return (
-            "This checkpoint carries LoRA adapters, which this version does not fold into the weights; to drop them "
+            "This checkpoint carries adapters of a kind that this version does not fold into the weights; to drop them "
             "would give the model without its training. Fold them in where it was trained and save again, or merge "
             "the tensors as they are by --weights-only."
         )

@@ -46,6 +46,9 @@ class Outputs:
     notes: tuple[str, ...]
 
 
+NO_OUTPUTS = Outputs((), {}, (), {}, ties_broken=False, tied={}, untied={}, notes=())
+
+
 def choose_outputs(
     stored: Mapping[str, StoredTensor],
     architecture: Architecture | None,

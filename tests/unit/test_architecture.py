@@ -20,10 +20,11 @@ LAYERS = (
     ("errors", "dtypes", "sharding", "places", "version"),
     ("operations",),
     ("tensors", "workers"),
-    ("algebra", "checkpoint", "checks", "plan", "casting", "computing", "checksums", "publish", "single_file"),
+    ("algebra", "checkpoint", "checks", "plan", "casting", "folding", "checksums", "publish", "single_file"),
+    ("computing",),
     ("reading", "sources", "huggingface", "picture"),
-    ("writer", "comparing", "inspect"),
-    ("planning",),
+    ("writer", "comparing", "adapters"),
+    ("planning", "inspect"),
     ("report",),
     ("merge", "verify"),
     ("replay",),
@@ -36,7 +37,10 @@ LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 
 # Where the slow libraries are used, always from inside a function.
 USERS = {
-    "torch": {"huggingface/logits.py", "casting.py", "computing.py", "verify.py", "huggingface/expected.py"},
+    "torch": {
+        *("casting.py", "computing.py", "folding.py", "verify.py"),
+        *("huggingface/expected.py", "huggingface/logits.py"),
+    },
     "transformers": {"huggingface/expected.py"},
 }
 PURE = ("errors", "dtypes", "operations", "tensors", "algebra", "sharding", "checks", "plan", "checkpoint", "picture")

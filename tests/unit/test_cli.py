@@ -82,6 +82,7 @@ def test_the_public_names_are_a_decision() -> None:
             {
                 "--dtype", "--max-shard-size", "--overwrite", "--dry-run", "--world-size", "--config", "--weights-only",
                 "--unexpected", "--no-checksum", "--check-replicas", "--shard-order", "--reduce-partial", "--workers",
+                "--lora", "--lora-alpha", "--lora-adapter", "--base",
                 "--json", "--quiet", "--no-report",
             },
         ),
@@ -95,11 +96,17 @@ def test_the_public_names_are_a_decision() -> None:
         (
             "verify",
             {
-                "--atol", "--rtol", "--source", "--config", "--world-size", "--shard-order", "--reduce-partial",
-                "--workers", "--json", "--logits", "--logits-atol",
+                "--atol", "--rtol", "--source", "--config", "--base", "--lora-alpha", "--world-size", "--shard-order",
+                "--reduce-partial", "--workers", "--json", "--logits", "--logits-atol",
             },
         ),
-        ("test", {"--atol", "--rtol", "--world-size", "--shard-order", "--reduce-partial", "--workers", "--json"}),
+        (
+            "test",
+            {
+                "--atol", "--rtol", "--lora-alpha", "--world-size", "--shard-order", "--reduce-partial", "--workers",
+                "--json",
+            },
+        ),
     ],
 )  # fmt: skip
 def test_the_flags_are_a_decision(command: str, flags: set[str], capsys: pytest.CaptureFixture[str]) -> None:

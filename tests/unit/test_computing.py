@@ -40,7 +40,7 @@ def total_of(inputs: Sequence[StoredTensor]) -> StoredTensor:
 def small_bands(monkeypatch: pytest.MonkeyPatch) -> None:
     """Grids of several bands, of which few are kept."""
     monkeypatch.setattr(computing, "_BAND_ELEMENTS", 8)
-    monkeypatch.setattr(reading, "_MAX_COMPUTED_BYTES", 100)
+    monkeypatch.setattr(reading, "_MAX_KEPT_BYTES", 100)
 
 
 @pytest.mark.usefixtures("small_bands")
@@ -68,7 +68,7 @@ def test_what_is_kept_is_bounded_and_what_was_dropped_is_computed_again(tmp_path
         for _ in range(2):
             found = b"".join(band.tobytes() for _, band in read_bands(reader, total, 12))
             assert found == elements(part * 2).tobytes()
-            assert reader._computed_bytes == sum(map(len, reader._computed.values())) <= 100
+            assert reader._kept_bytes == sum(kept.nbytes for kept in reader._kept.values()) <= 100
 
 
 def test_a_tensor_without_elements_has_nothing_to_compute(tmp_path: Path) -> None:

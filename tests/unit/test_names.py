@@ -153,18 +153,18 @@ class TestCompareWith:
     @pytest.mark.parametrize(
         "name",
         [
-            "layers.0.q_proj.lora_A.default.weight",
-            "layers.0.q_proj.lora_B.weight",
-            "layers.0.q_proj.lora_magnitude_vector.default.weight",
+            "layers.0.q_proj.ia3_l.default",
+            "layers.0.q_proj.hada_w1_a.default",
+            "layers.0.q_proj.oft_R.default.weight",
+            "layers.0.q_proj.vera_lambda_b.default",
             "layers.0.q_proj.base_layer.weight",
-            "score.modules_to_save.default.weight",
         ],
     )
     def test_adapters_are_told_from_other_unexpected_tensors(self, name: str) -> None:
         """FAULTS S15."""
         (problem,) = compare_with(architecture({}), {name: (1,)})
         assert problem.message == (
-            f"1 tensor is not of TinyModel: {name}. This checkpoint carries LoRA adapters, which this version does "
+            f"1 tensor is not of TinyModel: {name}. This checkpoint carries adapters of a kind that this version does "
             "not fold into the weights; to drop them would give the model without its training. Fold them in where "
             "it was trained and save again, or merge the tensors as they are by --weights-only."
         )

@@ -190,7 +190,7 @@ def test_the_command_exits_0_where_all_is_the_same_and_1_where_not(
         (["a", "b", "--source", "c"], "give OUT --source CKPT, without a REFERENCE"),
         (["--source", "c"], "give OUT --source CKPT, without a REFERENCE"),
         (["a", "--source", "c", "--atol", "1"], "--source compares bit for bit: leave out --atol, --rtol and --logits"),
-        (["a", "b", "--config", "c"], "--config is for --source alone"),
+        (["a", "b", "--config", "c"], "--config and --base are for --source alone"),
     ],
 )
 def test_a_call_without_meaning_is_refused(

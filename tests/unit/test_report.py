@@ -61,6 +61,10 @@ def test_the_whole_report_of_a_cast_of_wrapped_names(tmp_path: Path) -> None:
             "world_size": None,
             "shard_order": None,
             "reduce_partial": False,
+            "lora": "both",
+            "lora_alpha": None,
+            "lora_adapter": None,
+            "base": None,
             "checksum": True,
         },
         "sources": [
@@ -88,6 +92,7 @@ def test_the_whole_report_of_a_cast_of_wrapped_names(tmp_path: Path) -> None:
         "tied": {},
         "untied": {},
         "computed": {},
+        "lora": None,
     }
 
 

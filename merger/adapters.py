@@ -1,0 +1,226 @@
+"""What is written of a checkpoint with LoRA: the model with its adapters folded in, the adapters, or both.
+
+Between the source and the outputs of a merge: stored tensors in, stored tensors out. Reads headers and settings only.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+from merger.checkpoint import Checkpoint
+from merger.errors import Faults, ModelError, Problem
+from merger.huggingface.expected import Architecture
+from merger.huggingface.lora import Lora, find_lora, has_lora, holds_base, listed
+from merger.huggingface.lora_export import FOLDER, Adapter, export
+from merger.huggingface.lora_fold import Folded, Target, find_targets, fold
+from merger.huggingface.lora_settings import LoraSettings, read_settings
+from merger.tensors import StoredTensor, in_files
+
+# What to write of a checkpoint with LoRA: the model with it folded in, the adapter, both, or the base weights as they
+# are and the adapter beside them.
+LoraMode: TypeAlias = Literal["merge", "adapter", "both", "base"]
+
+
+@dataclass(frozen=True, slots=True)
+class LoraSummary:
+    """What adapters a checkpoint has.
+
+    `ranks` counts the wrapped layers by rank; `alpha` is None where it is not known. `modules_to_save` are the names of
+    tensors of which copies were trained. `adapters` are the names of all adapters, the one that is meant first.
+    """
+
+    num_modules: int
+    ranks: Mapping[int, int]
+    alpha: float | None
+    use_rslora: bool
+    use_dora: bool
+    modules_to_save: tuple[str, ...]
+    adapters: tuple[str, ...]
+    has_base: bool
+
+
+@dataclass(frozen=True, slots=True)
+class LoraPlan:
+    """What is written of a checkpoint with LoRA.
+
+    `tensors` are those of the model by their names in it, None where none is written; `adapter` None where that is not.
+    `saved_as` has the names under which tensors of the model were saved. `dropped` are saved names that are written
+    nowhere.
+    """
+
+    tensors: Mapping[str, StoredTensor] | None
+    adapter: Adapter | None
+    saved_as: Mapping[str, str]
+    dropped: tuple[str, ...]
+    summary: LoraSummary
+    notes: tuple[str, ...]
+
+
+def writes_model(source: Checkpoint, mode: LoraMode, base: Path | None) -> bool:
+    """Whether there will be a model in the output, or adapters alone."""
+    if not has_lora(source.tensors, ()):
+        return True
+    return mode != "adapter" and (base is not None or holds_base(source.tensors))
+
+
+def plan_lora(
+    source: Checkpoint,
+    base: Checkpoint | None,
+    architecture: Architecture | None,
+    *,
+    mode: LoraMode,
+    alpha: float | None,
+    adapter: str | None,
+) -> LoraPlan | None:
+    """Plans what is written of a checkpoint with LoRA; None where it has none.
+
+    `base` has the base weights, where the checkpoint itself does not. `alpha` goes before what settings state, and
+    `adapter` says which of several is meant.
+
+    Raises `ModelError` with all that keeps the adapters from being folded or exported.
+    """
+    expected = None if architecture is None else architecture.shapes
+    lora = find_lora(source.tensors, expected, adapter=adapter)
+    if lora is None:
+        return None
+    faults = Faults()
+    with faults:
+        _check_base(lora, base, source)
+    settings = None
+    with faults:
+        folders = [source.path, *([source.config_dir] if source.config_dir is not None else [])]
+        settings = read_settings(folders, alpha=alpha)
+    faults.raise_all()
+    assert settings is not None, "or it would have raised"
+    weights = lora.base if base is None else base.tensors
+    known = {**weights, **lora.originals}
+    conv1d: frozenset[str] = frozenset() if architecture is None else architecture.conv1d
+    targets = find_targets(lora, known, settings, conv1d)[0] if known else None
+    notes = list(_notes(lora, settings, alpha))
+    tensors: Mapping[str, StoredTensor] | None = None
+    if known and mode in ("merge", "both"):
+        done = fold(
+            lora,
+            settings,
+            base=known,
+            ties=() if architecture is None else architecture.ties,
+            conv1d=conv1d,
+        )
+        tensors = done.tensors
+        notes += _fold_notes(lora, settings, done)
+    elif known and mode == "base":
+        tensors = known
+        notes.append("the base weights are written without the adapter, as asked")
+    elif not known:
+        notes.append(
+            "the checkpoint holds adapters alone, so there is no model; --base DIR folds them into the weights of a "
+            "base model"
+        )
+    exported = None
+    if mode != "merge" or tensors is None:
+        exported = export(lora, settings, targets)
+        notes += _export_notes(settings, mode, tensors)
+    return LoraPlan(
+        tensors,
+        exported,
+        lora.saved_as if base is None else {},
+        _dropped(source, tensors, exported),
+        _summary(lora, targets, settings),
+        tuple(notes),
+    )
+
+
+def summarise(source: Checkpoint) -> LoraSummary | None:
+    """What adapters a checkpoint has, as far as it can be told; None where it has none."""
+    try:
+        lora = find_lora(source.tensors, None)
+    except ModelError:
+        return None
+    if lora is None:
+        return None
+    settings = None
+    with Faults():
+        folders = [source.path, *([source.config_dir] if source.config_dir is not None else [])]
+        settings = read_settings(folders, alpha=None)
+    known = {**lora.base, **lora.originals}
+    return _summary(lora, find_targets(lora, known)[0] if known else None, settings)
+
+
+def _summary(lora: Lora, targets: list[Target] | None, settings: LoraSettings | None) -> LoraSummary:
+    ranks = Counter(target.rank for target in targets or ()) or Counter(one.first.shape[0] for one in lora.modules)
+    return LoraSummary(
+        num_modules=len(lora.modules),
+        ranks=dict(sorted(ranks.items())),
+        alpha=None if settings is None else settings.alpha,
+        use_rslora=settings is not None and settings.use_rslora,
+        use_dora=any(module.magnitude is not None for module in lora.modules),
+        modules_to_save=tuple(sorted(lora.trained)),
+        adapters=lora.adapters,
+        has_base=not lora.is_adapter_only,
+    )
+
+
+def _check_base(lora: Lora, base: Checkpoint | None, source: Checkpoint) -> None:
+    if base is not None and not lora.is_adapter_only:
+        message = (
+            f"is not needed: {source.path} holds the base weights that were trained with, and others would give "
+            "another model; leave --base out"
+        )
+        raise ModelError(Problem("base-not-needed", str(base.path), message))
+
+
+def _notes(lora: Lora, settings: LoraSettings, alpha: float | None) -> list[str]:
+    notes = []
+    if settings.config is None and settings.path is not None:
+        notes.append(
+            f"{settings.path.name} does not say whether rsLoRA was used, so the scale is alpha / r; an "
+            "adapter_config.json beside it would say"
+        )
+    if alpha is not None and settings.path is not None:
+        notes.append(f"alpha is {settings.alpha:g}, as asked, whatever {settings.path.name} states")
+    if len(lora.adapters) > 1:
+        notes.append(f"adapters left out: {', '.join(lora.adapters[1:])}")
+    return notes
+
+
+def _fold_notes(lora: Lora, settings: LoraSettings, done: Folded) -> list[str]:
+    ranks = " and ".join(f"{rank}" for rank in done.ranks)
+    kind = "DoRA" if any(module.magnitude is not None for module in lora.modules) else "LoRA"
+    root = ", scaled by alpha / sqrt(r)" if settings.use_rslora else ""
+    notes = [f"{kind} folded into {len(lora.modules)} layers (r {ranks}, alpha {settings.alpha:g}{root})"]
+    if done.trained:
+        notes.append(
+            f"trained copies (modules_to_save) written in the places of what they replace: {listed(done.trained)}"
+        )
+    notes += [
+        f"{name} was tied to {other}, of which only the other was trained; it is written as the base had it"
+        for name, other in done.filled.items()
+    ]
+    return notes
+
+
+def _export_notes(settings: LoraSettings, mode: LoraMode, tensors: Mapping[str, StoredTensor] | None) -> list[str]:
+    notes = []
+    if mode == "both" and tensors is not None:
+        notes.append(f"the adapter itself is in {FOLDER}/, for use on the base model: here it is folded in already")
+    else:
+        notes.append(f"the adapter is in {FOLDER}/")
+    if settings.changes_base:
+        notes.append(
+            f"training began with base weights that {settings.stated('init_lora_weights')} changed, so the adapter "
+            "fits only those of this checkpoint, which --lora base writes"
+        )
+    return notes
+
+
+def _dropped(
+    source: Checkpoint, tensors: Mapping[str, StoredTensor] | None, exported: Adapter | None
+) -> tuple[str, ...]:
+    """Saved names of which nothing is written, not even as part of what is computed."""
+    written = (*(tensors or {}).values(), *({} if exported is None else exported.tensors).values())
+    reached = {stored.fqn for tensor in written for stored in in_files(tensor)}
+    return tuple(fqn for fqn in source.tensors if fqn not in reached)

@@ -1,0 +1,261 @@
+"""Folds LoRA into the base weights: stored tensors in, stored tensors out, of which some are computed when read.
+
+Pure: which factor goes with which weight, and how its product lies there, follows from names, shapes and settings.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from merger.checks import shape_text
+from merger.errors import ModelError, Problem
+from merger.huggingface.lora import Lora, LoraModule
+from merger.huggingface.lora_settings import LoraSettings
+from merger.operations import AddScaled, Fold, FoldLayout
+from merger.tensors import Computation, StoredTensor, computed
+
+# Types that a weight is trained in. Others are quantised storage, which cannot be added to.
+_TRAINED_IN = frozenset({"float64", "float32", "float16", "bfloat16"})
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A wrapped layer and the parameter of it that its factors change.
+
+    `layout` says how their product lies in it, None where that cannot be told.
+    """
+
+    module: LoraModule
+    name: str
+    weight: StoredTensor
+    rank: int
+    layout: FoldLayout | None
+
+
+@dataclass(frozen=True, slots=True)
+class Folded:
+    """The tensors of the model with the training in them, by their names in the model, and what was done.
+
+    `ranks` counts the layers by rank. `trained` are names that the copies that were trained took.
+    """
+
+    tensors: Mapping[str, StoredTensor]
+    ranks: Mapping[int, int]
+    trained: tuple[str, ...]
+    filled: Mapping[str, str]
+
+
+def layouts_of(module: LoraModule, weight: tuple[int, ...]) -> tuple[FoldLayout, ...]:
+    """The ways in which the product of a layer's factors may lie in a weight of this shape; none where it does not."""
+    first, second = module.first.shape, module.second.shape
+    if len(first) != len(second) or len(first) < 2 or first[0] != second[1]:  # noqa: PLR2004 - matrices at least
+        return ()
+    product, turned = (second[0], first[1]), (first[1], second[0])
+    if len(first) > 2:  # noqa: PLR2004 - with kernels
+        is_conv = weight == (second[0], *first[1:]) and all(size == 1 for size in second[2:])
+        return ("conv",) if is_conv else ()
+    if module.is_embedding:
+        return ("transposed",) if weight == turned else ()
+    if len(weight) == 3 and weight[0] and first[0] % weight[0] == 0:  # noqa: PLR2004 - experts, rows, columns
+        fits: tuple[tuple[FoldLayout, tuple[int, int]], ...] = (("experts", product), ("transposed_experts", turned))
+        return tuple(layout for layout, shape in fits if weight[1:] == shape)
+    fits = (("linear", product), ("transposed", turned))
+    return tuple(layout for layout, shape in fits if weight == shape)
+
+
+def fold(
+    lora: Lora,
+    settings: LoraSettings,
+    *,
+    base: Mapping[str, StoredTensor],
+    ties: Sequence[Sequence[str]],
+    conv1d: Collection[str],
+) -> Folded:
+    """The model that was trained: base weights with the adapters folded in, and trained copies in their places.
+
+    `base` are all base weights by their names in the model, `ties` the groups of names for one tensor, `conv1d` the
+    names of weights that lie as (inputs, outputs). A name that is missing because it is tied to one that was trained
+    gets what the base had there: training did not change it.
+
+    Raises `ModelError` for factors that fit no weight, and for weights that cannot be added to.
+    """
+    base = _with_tied(base, lora, ties)
+    targets, problems = find_targets(lora, base, settings, conv1d)
+    problems += [_square_experts(target) for target in targets if target.layout is None]
+    problems += _wrong_ranks(targets, settings) + _not_addable(targets)
+    if problems:
+        raise ModelError(problems)
+    changed: dict[str, StoredTensor] = dict(lora.trained)
+    for target in targets:
+        changed |= _changed(target, settings, base)
+    tensors = {**base, **changed}
+    filled: dict[str, str] = {}
+    for group in ties:
+        was_changed = next((name for name in group if name in changed), None)
+        if was_changed is None or settings.stated("ensure_weight_tying"):
+            continue
+        for name in group:
+            if name not in tensors and was_changed in base:
+                tensors[name] = base[was_changed]
+                filled[name] = was_changed
+    ranks = Counter(target.rank for target in targets)
+    return Folded(tensors, dict(sorted(ranks.items())), tuple(sorted(lora.trained)), filled)
+
+
+def find_targets(
+    lora: Lora,
+    base: Mapping[str, StoredTensor],
+    settings: LoraSettings | None = None,
+    conv1d: Collection[str] = frozenset(),
+) -> tuple[list[Target], list[Problem]]:
+    """The parameter that each wrapped layer changes, and what is wrong with those that change none.
+
+    It is its weight, or where several parameters of a layer are wrapped the one whose shape fits. `settings` and
+    `conv1d` say how square weights lie, which their shapes do not.
+    """
+    parameters: dict[str, dict[str, StoredTensor]] = {}
+    for name, tensor in base.items():
+        layer, _, parameter = name.rpartition(".")
+        parameters.setdefault(layer, {})[parameter] = tensor
+    options = {module.wrapper: _fitting(module, parameters.get(module.name, {})) for module in lora.modules}
+    found: list[tuple[LoraModule, str, tuple[FoldLayout, ...]]] = []
+    problems: list[Problem] = []
+    taken: set[str] = set()
+    # Those that leave no choice before those that do.
+    for module in sorted(lora.modules, key=lambda module: (len(options[module.wrapper]), module.wrapper)):
+        fits = {
+            name: layouts for name, layouts in options[module.wrapper].items() if f"{module.name}.{name}" not in taken
+        }
+        if "weight" in fits:
+            fits = {"weight": fits["weight"]}
+        if len(fits) != 1:
+            problems.append(_no_weight(module, parameters.get(module.name, {}), list(fits)))
+            continue
+        ((parameter, layouts),) = fits.items()
+        taken.add(f"{module.name}.{parameter}")
+        found.append((module, f"{module.name}.{parameter}", layouts))
+    told = {layouts[0] for _, _, layouts in found if len(layouts) == 1}
+    fan_in_fan_out = settings is not None and settings.stated("fan_in_fan_out") is True
+    targets = []
+    for module, name, layouts in sorted(found, key=lambda one: one[1]):
+        weight = base[name]
+        layout = _layout(layouts, told, is_turned=name in conv1d or fan_in_fan_out)
+        num_experts = weight.shape[0] if "experts" in layouts or "transposed_experts" in layouts else 1
+        targets.append(Target(module, name, weight, module.first.shape[0] // num_experts, layout))
+    return targets, problems
+
+
+def _layout(layouts: tuple[FoldLayout, ...], told: Collection[FoldLayout], *, is_turned: bool) -> FoldLayout | None:
+    """The one of several ways that is meant: all experts of a model lie alike, and `told` has those that show it."""
+    if len(layouts) == 1:
+        return layouts[0]
+    if "linear" in layouts:
+        return "transposed" if is_turned else "linear"
+    known = [layout for layout in layouts if layout in told]
+    return known[0] if len(known) == 1 else None
+
+
+def _fitting(module: LoraModule, parameters: Mapping[str, StoredTensor]) -> dict[str, tuple[FoldLayout, ...]]:
+    found = {name: layouts_of(module, tensor.shape) for name, tensor in parameters.items()}
+    return {name: layouts for name, layouts in found.items() if layouts}
+
+
+def _with_tied(
+    base: Mapping[str, StoredTensor], lora: Lora, ties: Sequence[Sequence[str]]
+) -> Mapping[str, StoredTensor]:
+    """The base with the weights of wrapped layers that only their ties name."""
+    found = dict(base)
+    wanted = {f"{module.name}.weight" for module in lora.modules} | set(lora.trained)
+    for group in ties:
+        held = next((name for name in group if name in found), None)
+        for name in group:
+            if held is not None and name in wanted and name not in found:
+                found[name] = found[held]
+    return found
+
+
+def _changed(target: Target, settings: LoraSettings, base: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """The weight of a target with its factors folded in, and its bias where the second factor has one."""
+    module, weight = target.module, target.weight
+    assert target.layout is not None, "or it would have been refused"
+    scaling = settings.scaling_of(_setting_name(target), target.rank)
+    inputs = [weight, module.first, module.second]
+    if module.magnitude is not None:
+        inputs.append(module.magnitude)
+    operation = Fold(target.layout, scaling, is_dora=module.magnitude is not None)
+    changed = {target.name: computed(Computation(weight.fqn, weight.dtype, weight.shape, tuple(inputs), operation))}
+    if module.bias is not None:
+        name = f"{module.name}.bias"
+        if name not in base or base[name].shape != module.bias.shape:
+            message = (
+                "the adapter has a bias (lora_bias), but the layer has none of that shape to add it to, so it cannot "
+                "be folded; export the adapter alone with --lora adapter"
+            )
+            raise ModelError(Problem("no-base-bias", name, message))
+        inputs = [base[name], module.bias]
+        computation = Computation(base[name].fqn, base[name].dtype, base[name].shape, tuple(inputs), AddScaled(scaling))
+        changed[name] = computed(computation)
+    return changed
+
+
+def _setting_name(target: Target) -> str:
+    """By what patterns of rank and alpha are matched: the layer's name, or that of a parameter that is no weight."""
+    return target.name.removesuffix(".weight")
+
+
+def _wrong_ranks(targets: Sequence[Target], settings: LoraSettings) -> list[Problem]:
+    wrong = [
+        (target, stated)
+        for target in targets
+        if (stated := settings.rank_of(_setting_name(target))) is not None and stated != target.rank
+    ]
+    if not wrong:
+        return []
+    target, stated = wrong[0]
+    more = f" (and {len(wrong) - 1} more layers)" if len(wrong) > 1 else ""
+    return [
+        Problem(
+            "lora-rank",
+            target.module.wrapper,
+            f"has factors of rank {target.rank}, but {settings.path} states {stated}{more}; the settings are those of "
+            "another run: put the right ones there, or remove them and give --lora-alpha N",
+        )
+    ]
+
+
+def _not_addable(targets: Sequence[Target]) -> list[Problem]:
+    return [
+        Problem(
+            "quantised-base",
+            target.name,
+            f"is {target.weight.dtype}, to which LoRA cannot be added: the base is quantised. Export the adapter alone "
+            "with --lora adapter, and use it on the base model.",
+        )
+        for target in targets
+        if target.weight.dtype.name not in _TRAINED_IN
+    ][:1]
+
+
+def _square_experts(target: Target) -> Problem:
+    return Problem(
+        "lora-layout",
+        target.name,
+        f"has experts of shape {shape_text(target.weight.shape[1:])}, from which it cannot be told whether they lie as "
+        "(outputs, inputs) or as (inputs, outputs); export the adapter alone with --lora adapter, and fold with peft",
+    )
+
+
+def _no_weight(module: LoraModule, parameters: Mapping[str, StoredTensor], fits: Sequence[str]) -> Problem:
+    shapes = f"{shape_text(module.first.shape)} and {shape_text(module.second.shape)}"
+    if len(fits) > 1:
+        message = f"has factors of shape {shapes}, which fit several of its parameters: {', '.join(sorted(fits))}"
+    elif parameters:
+        held = ", ".join(f"{name} {shape_text(tensor.shape)}" for name, tensor in sorted(parameters.items()))
+        message = f"has factors of shape {shapes}, which fit none of its parameters: {held}"
+    else:
+        message = (
+            f"has factors of shape {shapes}, but the base weights have no such layer; name the model that was trained"
+        )
+    return Problem("no-base-weight", module.wrapper, message)

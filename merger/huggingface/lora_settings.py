@@ -1,0 +1,192 @@
+"""What the adapters of a checkpoint were trained with: alpha above all, without which nobody knows how to use them.
+
+Read from adapter_config.json as peft writes it, or from lora_train_meta.json as RL trainers leave it beside the rank
+files. Reads these small files and nothing else. Source: peft/tuners/lora/config.py (0.7 to 0.21).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from merger.errors import ModelError, Problem
+
+Number = TypeVar("Number", int, float)
+
+CONFIG_NAME, _META_NAME = "adapter_config.json", "lora_train_meta.json"
+# Where either lies, under the folder of the rank files.
+_FOLDERS = (".", "lora_adapter", "huggingface", "huggingface/lora_adapter")
+
+# Settings under which the weights are not base + scale * B A, or not those of the same layers.
+_NOT_FOLDED = (
+    *("alora_invocation_tokens", "use_qalora", "use_bdlora", "arrow_config", "kasa_config", "monteclora_config"),
+    *("velora_config", "layer_replication", "trainable_token_indices", "megatron_config"),
+)
+# Starting values for which peft changes the base too, so that the adapter fits that base only.
+_CHANGES_BASE = re.compile(r"pissa.*|olora|corda|loftq|lora_ga", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class LoraSettings:
+    """Settings of one adapter.
+
+    `path` is the file they were read from, None where nothing but alpha is known. `config` is the content of
+    adapter_config.json, None where there is none. Patterns map regular expressions for the end of a layer's name.
+    `rank` is None where it is not stated: it can be told from the tensors.
+    """
+
+    path: Path | None
+    config: Mapping[str, Any] | None
+    alpha: float
+    rank: int | None
+    rank_pattern: Mapping[str, int]
+    alpha_pattern: Mapping[str, float]
+    use_rslora: bool
+    task_type: str | None
+
+    def alpha_of(self, layer: str) -> float:
+        """Alpha of a layer, by its name in the model."""
+        return next(_matching(self.alpha_pattern, layer), self.alpha)
+
+    def rank_of(self, layer: str) -> int | None:
+        """The rank that a layer should have, None where it is not stated."""
+        return next(_matching(self.rank_pattern, layer), self.rank)
+
+    def scaling_of(self, layer: str, rank: int) -> float:
+        """By what the product of a layer's factors of `rank` is multiplied."""
+        return self.alpha_of(layer) / (math.sqrt(rank) if self.use_rslora else rank)
+
+    def stated(self, key: str) -> Any:  # noqa: ANN401 - as JSON has it
+        """An entry of adapter_config.json; None where there is none."""
+        return None if self.config is None else self.config.get(key)
+
+    @property
+    def changes_base(self) -> bool:
+        """Whether training began with other base weights than those of the base model."""
+        return bool(_CHANGES_BASE.fullmatch(str(self.stated("init_lora_weights"))))
+
+
+def read_settings(folders: Iterable[Path], *, alpha: float | None) -> LoraSettings:
+    """The settings that lie in one of `folders` or near it; `alpha` goes before what they state.
+
+    Raises `ModelError` where alpha is not known, where two files disagree, and for settings that are not understood.
+    """
+    places = list(dict.fromkeys((folder / below).resolve() for folder in folders for below in _FOLDERS))
+    configs = [(path, _read(path)) for place in places if (path := place / CONFIG_NAME).is_file()]
+    metas = [(path, _read(path)) for place in places if (path := place / _META_NAME).is_file()]
+    found = [*configs, *metas]
+    main_path = found[0][0] if found else None
+    main = found[0][1] if found else {}
+    problems = [
+        Problem(
+            "lora-settings",
+            str(other_path),
+            f"states {key} {_shown(other[key])}, but {main_path} states {_shown(main[key])}; remove the one that is "
+            "not of this run",
+        )
+        for other_path, other in found[1:]
+        for key in ("r", "lora_alpha", "use_rslora")
+        if other.get(key) is not None and main.get(key) is not None and other[key] != main[key]
+        if not (key == "lora_alpha" and alpha is not None)
+    ]
+    if configs:
+        problems += _not_folded(*configs[0])
+    patterns = {key: _pattern(main.get(key)) for key in ("rank_pattern", "alpha_pattern")}
+    problems += [
+        Problem("lora-settings", str(main_path), f"{key} holds {_shown(regex)}, which is no regular expression")
+        for key, pattern in patterns.items()
+        for regex in pattern
+        if not _is_regex(regex)
+    ]
+    stated = main.get("lora_alpha")
+    known = alpha if alpha is not None else stated if _is_positive(stated) else None
+    if known is None:
+        problems.append(_no_alpha(main_path, stated))
+    if problems:
+        raise ModelError(problems)
+    assert known is not None
+    return LoraSettings(
+        path=main_path,
+        config=configs[0][1] if configs else None,
+        alpha=known,
+        rank=main["r"] if _is_positive(main.get("r")) else None,
+        rank_pattern=patterns["rank_pattern"],
+        alpha_pattern=patterns["alpha_pattern"],
+        use_rslora=main.get("use_rslora") is True,
+        task_type=main["task_type"] if isinstance(main.get("task_type"), str) else None,
+    )
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        message = f"it cannot be read as JSON ({error}). Restore it, or remove it and give --lora-alpha N."
+        raise ModelError(Problem("lora-settings", str(path), message)) from error
+    if not isinstance(content, dict):
+        message = f"it holds no JSON object but {type(content).__name__}. Remove it and give --lora-alpha N."
+        raise ModelError(Problem("lora-settings", str(path), message))
+    return content
+
+
+def _not_folded(path: Path, config: Mapping[str, Any]) -> Sequence[Problem]:
+    kind = config.get("peft_type", "LORA")
+    if kind != "LORA":
+        return [Problem("unknown-adapter", str(path), f"is of peft_type {kind}; this version folds LORA only")]
+    return [
+        Problem(
+            "unknown-adapter",
+            str(path),
+            f"states {key} {_shown(config[key])}: such adapters this version does not fold. Fold them in where they "
+            "were trained and save again.",
+        )
+        for key in _NOT_FOLDED
+        if config.get(key)
+    ]
+
+
+def _no_alpha(path: Path | None, stated: object) -> Problem:
+    found = (
+        f"no {CONFIG_NAME} or {_META_NAME} lies beside the checkpoint"
+        if path is None
+        else f"{path} states lora_alpha {_shown(stated)}"
+    )
+    return Problem(
+        "no-lora-alpha",
+        "",
+        f"the checkpoint holds LoRA adapters, but how strongly they count is not known: {found}. Give alpha as it was "
+        "set in training by --lora-alpha N.",
+    )
+
+
+def _matching(pattern: Mapping[str, Number], layer: str) -> Iterator[Number]:
+    """The values of a pattern whose keys match the end of a layer's name. Source: `peft.utils.get_pattern_key`."""
+    return (value for key, value in pattern.items() if re.fullmatch(rf"(.*\.)?({key})", layer))
+
+
+def _pattern(value: object) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        return {}
+    return {key: number for key, number in value.items() if _is_positive(number)}
+
+
+def _is_regex(text: str) -> bool:
+    try:
+        re.compile(text)
+    except re.error:
+        return False
+    return True
+
+
+def _is_positive(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+
+
+def _shown(value: object) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."  # noqa: PLR2004 - fits a line

@@ -15,11 +15,14 @@ from merger.errors import (
     Problem,
     TargetError,
     UnsafePickleError,
+    UploadError,
 )
+from merger.huggingface.hub import UploadReport, check_upload
 from merger.inspect import InspectReport, inspect
 from merger.merge import merge
 from merger.replay import verify_merge
 from merger.report import MergeReport
+from merger.upload import upload
 from merger.verify import VerifyReport, verify
 from merger.version import __version__ as __version__
 
@@ -35,9 +38,13 @@ __all__ = [
     "Problem",
     "TargetError",
     "UnsafePickleError",
+    "UploadError",
+    "UploadReport",
     "VerifyReport",
+    "check_upload",
     "inspect",
     "merge",
+    "upload",
     "verify",
     "verify_merge",
 ]

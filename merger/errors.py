@@ -67,6 +67,10 @@ class TargetError(MergerError):
     """The output cannot be written where it was asked for."""
 
 
+class UploadError(MergerError):
+    """The model could not be uploaded; it lies complete where it was merged to."""
+
+
 class Faults:
     """Gathers the problems of several checks, each in a `with` block of its own, to raise them all at once."""
 

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from merger.adapters import LoraSummary
 from merger.checks import grid_text, limit_problems, ranks_text, shape_text
+from merger.huggingface.hub import UploadReport
 from merger.inspect import InspectReport, MeshSummary, TensorSummary
 from merger.report import MergeReport
 from merger.verify import TensorComparison, VerifyReport
@@ -22,8 +23,8 @@ _MAX_MESH_RANKS = 16
 _MAX_MESH_COPIES = 3
 
 
-def merge_text(report: MergeReport) -> str:
-    """What a merge did, and what to do next."""
+def merge_text(report: MergeReport, *, is_last: bool = True) -> str:
+    """What a merge did, and, where nothing else `is_last`, what to do next."""
     would = "would merge" if report.dry_run else "merged"
     files = _counted(len(report.weight_files), "file")
     lines = [
@@ -42,10 +43,24 @@ def merge_text(report: MergeReport) -> str:
         lines += _wrapped("  note      ", note)
     if report.dry_run:
         lines.append("nothing was written (--dry-run)")
-    else:
+    elif is_last:
         lines.append(
             f"next: merger verify {shlex.quote(str(report.output))} --source {shlex.quote(str(report.checkpoint))}"
         )
+    return _text(lines)
+
+
+def upload_text(report: UploadReport) -> str:
+    """What was uploaded, and where it is now."""
+    lines = [
+        f"uploaded {_counted(report.num_files, 'file')}, {size_text(report.num_bytes)}, of {report.output}",
+        f"  to        {report.url}",
+        f"  commit    {report.commit}",
+    ]
+    if report.deleted:
+        lines += _wrapped("  deleted   ", ", ".join(report.deleted))
+    model = f'"{report.repo}"' + (f', revision="{report.revision}"' if report.revision != "main" else "")
+    lines.append(f"next: AutoModel.from_pretrained({model})")
     return _text(lines)
 
 

@@ -26,9 +26,9 @@ LAYERS = (
     ("writer", "comparing", "adapters"),
     ("planning", "inspect"),
     ("report",),
-    ("merge", "verify"),
+    ("merge", "verify", "upload"),
     ("replay",),
-    ("__init__", "terminal"),
+    ("__init__", "terminal", "arguments"),
     ("cli",),
     ("__main__",),
 )
@@ -42,6 +42,7 @@ USERS = {
         *("huggingface/expected.py", "huggingface/logits.py"),
     },
     "transformers": {"huggingface/expected.py"},
+    "huggingface_hub": {"huggingface/hub.py"},
 }
 PURE = ("errors", "dtypes", "operations", "tensors", "algebra", "sharding", "checks", "plan", "checkpoint", "picture")
 

@@ -66,9 +66,13 @@ def test_the_public_names_are_a_decision() -> None:
         "Problem",
         "TargetError",
         "UnsafePickleError",
+        "UploadError",
+        "UploadReport",
         "VerifyReport",
+        "check_upload",
         "inspect",
         "merge",
+        "upload",
         "verify",
         "verify_merge",
     }
@@ -83,7 +87,7 @@ def test_the_public_names_are_a_decision() -> None:
                 "--dtype", "--max-shard-size", "--overwrite", "--dry-run", "--world-size", "--config", "--weights-only",
                 "--unexpected", "--no-checksum", "--check-replicas", "--shard-order", "--reduce-partial", "--workers",
                 "--lora", "--lora-alpha", "--lora-adapter", "--base",
-                "--json", "--quiet", "--no-report",
+                "--json", "--quiet", "--no-report", "--upload", "--private", "--revision",
             },
         ),
         (
@@ -107,6 +111,7 @@ def test_the_public_names_are_a_decision() -> None:
                 "--json",
             },
         ),
+        ("upload", {"--private", "--revision", "--quiet", "--json"}),
     ],
 )  # fmt: skip
 def test_the_flags_are_a_decision(command: str, flags: set[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -177,6 +182,29 @@ def test_verls_flags_work_unchanged(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert capsys.readouterr().out.endswith("the same: 17 tensors, 3.94 kB\n")
 
 
+def test_verls_flags_that_change_nothing_are_taken_and_answered(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = str(tmp_path / "out")
+    flags = ["--trust-remote-code", "--tie-word-embedding", "--use_cpu_initialization"]
+    merge = ["merge", "--backend", "fsdp", "--local_dir", str(CHECKPOINT), "--target_dir", out, "--weights-only"]
+    test = ["test", "--backend", "fsdp", "--local_dir", str(CHECKPOINT), "--test_hf_dir", out]
+    for command in (merge, test):
+        assert main([*command, *flags, "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["notes"][-3:] == [
+            (
+                "--trust-remote-code changes nothing: code that comes with a model is never run to merge it, and is "
+                "copied as it is"
+            ),
+            (
+                "--tie-word-embedding changes nothing: config.json says whether embeddings are tied; a head that "
+                "differs is written all the same"
+            ),
+            "--use_cpu_initialization changes nothing: no model is initialised, and no GPU is used",
+        ]
+    assert "changes nothing" not in (tmp_path / "out" / "merger_report.json").read_text()
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -189,6 +217,8 @@ def test_verls_flags_work_unchanged(tmp_path: Path, capsys: pytest.CaptureFixtur
             "argument --max-shard-size: '5 apples' is no size; write a number of bytes, or one with a unit such as 5GB "  # noqa: ISC004
             "or 500MB",
         ),
+        (["merge", "a", "b", "--private"], "--private and --revision are for --upload"),
+        (["upload", "a"], "the following arguments are required: REPO"),
         (["merge", "a", "b", "--frobnicate"], "unrecognized arguments: --frobnicate"),
     ],
 )

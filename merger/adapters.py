@@ -13,7 +13,7 @@ from typing import Literal, TypeAlias
 
 from merger.checkpoint import Checkpoint
 from merger.errors import Faults, ModelError, Problem
-from merger.huggingface.expected import Architecture
+from merger.huggingface.architecture import Architecture
 from merger.huggingface.lora import Lora, find_lora, has_lora, holds_base, listed
 from merger.huggingface.lora_export import FOLDER, Adapter, export
 from merger.huggingface.lora_fold import Folded, Target, find_targets, fold

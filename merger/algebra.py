@@ -12,25 +12,21 @@ from dataclasses import replace
 from itertools import pairwise
 from math import prod
 
-from merger.tensors import Chunk, StoredTensor, intersection, row_major_strides
+from merger.tensors import Chunk, StoredTensor, row_major_strides
 
 
 def narrow(tensor: StoredTensor, dim: int, start: int, size: int) -> StoredTensor:
     """The indices [start, start + size) of a dim."""
     assert 0 <= start <= start + size <= tensor.shape[dim], (tensor.shape, dim, start, size)
-    low = tuple(start if place == dim else 0 for place in range(len(tensor.shape)))
-    shape = _put(tensor.shape, dim, 1, (size,))
     chunks = []
     for chunk in tensor.chunks:
-        shared = intersection(chunk.offsets, chunk.sizes, low, shape)
-        if shared is not None:
-            offsets, sizes = shared
-            within = [now - before for now, before in zip(offsets, chunk.offsets, strict=True)]
-            placed = _put(offsets, dim, 1, (offsets[dim] - start,))
-            chunks.append(
-                _part(chunk, tensor.dtype.itemsize, within, offsets=placed, sizes=sizes, strides=chunk.strides)
-            )
-    return replace(tensor, shape=shape, chunks=tuple(chunks))
+        first, last = chunk.offsets[dim], chunk.offsets[dim] + chunk.sizes[dim]
+        low, high = max(first, start), min(last, start + size)
+        if low < high:
+            offsets, sizes = _put(chunk.offsets, dim, 1, (low - start,)), _put(chunk.sizes, dim, 1, (high - low,))
+            byte_offset = chunk.byte_offset + (low - first) * chunk.strides[dim] * tensor.dtype.itemsize
+            chunks.append(replace(chunk, offsets=offsets, sizes=sizes, byte_offset=byte_offset))
+    return replace(tensor, shape=_put(tensor.shape, dim, 1, (size,)), chunks=tuple(chunks))
 
 
 def select(tensor: StoredTensor, dim: int, index: int) -> StoredTensor:

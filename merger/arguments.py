@@ -80,6 +80,12 @@ def _add_merge(parser: argparse.ArgumentParser) -> None:
         default="error",
         help="what to do with tensors that the architecture does not have (error)",
     )
+    parser.add_argument(
+        "--names",
+        choices=["hub", "as-is"],
+        default="hub",
+        help="write the names and shapes of the hub, or those of the checkpoint (hub)",
+    )
     parser.add_argument("--no-checksum", action="store_true", help="do not verify the CRC-32 of what is copied")
     parser.add_argument(
         "--check-replicas", action="store_true", help="read and compare replicas in full, not by checksum only"

@@ -92,6 +92,7 @@ def _merge(options: argparse.Namespace) -> int:
             config=options.config,
             weights_only=options.weights_only,
             unexpected=options.unexpected,
+            names=options.names,
             checksum=not options.no_checksum,
             check_replicas=options.check_replicas,
             shard_order=options.shard_order,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from merger.dtypes import DType
 from merger.folding import product_band, row_lengths, with_lengths
-from merger.operations import AddScaled, Fold, Reduce, least_elements
+from merger.operations import AddScaled, Convert, Fold, Reduce, Zeros, least_elements
 from merger.tensors import Computation, StoredTensor, bands
 
 if TYPE_CHECKING:
@@ -83,6 +83,10 @@ def compute_band(
             case AddScaled(scaling):
                 one, other = map(band.of, computation.inputs)
                 result = one + other * scaling
+            case Zeros():
+                result = torch.zeros(sizes)
+            case Convert(function):
+                result = _converted(band, function)
         rounded = result.to(getattr(torch, computation.dtype.name))
         return rounded.contiguous().reshape(-1).view(torch.uint8).numpy().data
 
@@ -152,6 +156,18 @@ def _wide(computation: Computation, elements: np.ndarray[Any, np.dtype[Any]], te
 
     wide = torch.float64 if computation.dtype.name == "float64" else torch.float32
     return _as_torch(elements, tensor.dtype).to(wide)
+
+
+def _converted(band: _Band, function: Callable[[Sequence[torch.Tensor]], torch.Tensor]) -> torch.Tensor:
+    """All of the result: the one computation that takes as much memory as its inputs and its result have bytes."""
+    computation = band.computation
+    inputs = [
+        _as_torch(band.read(tensor, (0,) * len(tensor.shape), tensor.shape), tensor.dtype)
+        for tensor in computation.inputs
+    ]
+    result = function(inputs)
+    assert (tuple(result.shape), str(result.dtype)) == (computation.shape, f"torch.{computation.dtype}"), result.dtype
+    return result
 
 
 def _as_torch(elements: np.ndarray[Any, np.dtype[Any]], dtype: DType) -> torch.Tensor:

@@ -11,6 +11,7 @@ from typing import TypeAlias
 
 from merger.adapters import LoraMode
 from merger.errors import Faults, MergerError
+from merger.huggingface.hub_names import Names
 from merger.huggingface.outputs import Unexpected
 from merger.huggingface.side_files import REPORT_NAME, copy_side_files
 from merger.plan import Plan
@@ -37,6 +38,7 @@ def merge(
     config: str | os.PathLike[str] | None = None,
     weights_only: bool = False,
     unexpected: Unexpected = "error",
+    names: Names = "hub",
     checksum: bool = True,
     check_replicas: bool = False,
     shard_order: DealOrder | None = None,
@@ -63,6 +65,8 @@ def merge(
         config: The folder with config.json and the tokenizer, where it is not `huggingface/` in the checkpoint.
         weights_only: Merge without a config, and without checking names and shapes against an architecture.
         unexpected: What to do with tensors that the architecture does not have.
+        names: Whose names and shapes are written: "hub" for those that `save_pretrained` would write, which are not
+            those in memory for all models; "as-is" for those of the checkpoint.
         checksum: Whether the CRC-32 of all that is copied is verified.
         check_replicas: Whether replicas are read and compared in full, not only by their recorded CRC-32.
         shard_order: How pieces were dealt along mesh axes whose ranks do not ascend.
@@ -94,6 +98,7 @@ def merge(
         lora_alpha=lora_alpha,
         lora_adapter=lora_adapter,
         base=None if base is None else Path(base),
+        names=names,
     )
     _check_options(options, workers)
     source = read_checkpoint(

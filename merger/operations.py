@@ -6,9 +6,10 @@ it.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from merger.dtypes import DType
 
@@ -69,11 +70,26 @@ class AddScaled:
     scaling: float
 
 
-Operation: TypeAlias = Reduce | Fold | AddScaled
+@dataclass(frozen=True, slots=True)
+class Zeros:
+    """Every element is zero; there are no inputs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Convert:
+    """What a function makes of the inputs, all of them whole, as tensors of torch; it may be called more than once."""
+
+    function: Callable[[Sequence[Any]], Any]
+
+
+Operation: TypeAlias = Reduce | Fold | AddScaled | Zeros | Convert
 
 
 def least_elements(operation: Operation, shape: tuple[int, ...]) -> int:
     """How many elements of the row-major order have to be computed together, at least."""
+    if isinstance(operation, Convert):
+        # All: for each band the function would do all of its work anew.
+        return prod(shape)
     if not isinstance(operation, Fold):
         return 1
     # Whole rows, which the product gives at once, and whose length DoRA asks for.

@@ -36,12 +36,25 @@ _METADATA = "__metadata__"
 
 
 @dataclass(frozen=True, slots=True)
+class Block:
+    """Tensors that are to come into one file, as `save_pretrained` does with those that share memory.
+
+    `name` is that of the first of them; `elements` is how many the memory holds, which is what counts when files are
+    filled.
+    """
+
+    name: str
+    elements: int
+
+
+@dataclass(frozen=True, slots=True)
 class OutputTensor:
-    """A tensor to be written: under which name, as which element type, from which bytes."""
+    """A tensor to be written: under which name, as which element type, from which bytes, with which others."""
 
     name: str
     dtype: DType
     source: StoredTensor
+    block: Block | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,9 +117,10 @@ def plan_output(tensors: Sequence[OutputTensor], *, max_shard_size: int, num_par
     for number, group in enumerate(groups, start=1):
         suffix = "" if len(groups) == 1 else f"-{number:05d}-of-{len(groups):05d}"
         files.append(_plan_file(f"model{suffix}.safetensors", group))
-    total_size = sum(_num_bytes(tensor) for tensor in tensors)
-    index = None if len(files) == 1 else _index(files, total_size, num_parameters)
-    return Plan(tuple(files), index, total_size)
+    # Of a block all memory counts, as in the splitter that is followed here.
+    counted = {tensor.block or tensor.name: _counted_bytes(tensor) for tensor in reversed(tensors)}
+    index = None if len(files) == 1 else _index(files, sum(counted.values()), num_parameters)
+    return Plan(tuple(files), index, sum(_num_bytes(tensor) for tensor in tensors))
 
 
 def with_file(plan: Plan, name: str, tensors: Sequence[OutputTensor]) -> Plan:
@@ -168,21 +182,36 @@ def _num_bytes(tensor: OutputTensor) -> int:
     return prod(tensor.source.shape) * tensor.dtype.itemsize
 
 
+def _counted_bytes(tensor: OutputTensor) -> int:
+    return _num_bytes(tensor) if tensor.block is None else tensor.block.elements * tensor.dtype.itemsize
+
+
 def _split(tensors: Sequence[OutputTensor], max_shard_size: int) -> list[list[OutputTensor]]:
-    """Fills files in order. A tensor too large for any goes alone and does not close the file being filled."""
+    """Fills files in order. A tensor too large for any goes alone and does not close the file being filled.
+
+    A block counts as its first tensor, and the others go where that one went.
+    """
     groups: list[list[OutputTensor]] = []
+    homes: dict[Block, list[OutputTensor]] = {}
     current: list[OutputTensor] = []
     current_size = 0
     for tensor in tensors:
-        size = _num_bytes(tensor)
+        if tensor.block in homes:
+            homes[tensor.block].append(tensor)
+            continue
+        size = _counted_bytes(tensor)
         if size > max_shard_size:
             groups.append([tensor])
+            if tensor.block is not None:
+                homes[tensor.block] = groups[-1]
             continue
         if current_size + size > max_shard_size:
             groups.append(current)
             current, current_size = [], 0
         current.append(tensor)
         current_size += size
+        if tensor.block is not None:
+            homes[tensor.block] = current
     if current or not groups:
         groups.append(current)
     return groups

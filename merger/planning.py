@@ -7,9 +7,8 @@ output held against it. Reads headers, and of the data only what a plan hangs on
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import inf, prod
+from math import inf
 from pathlib import Path
 from typing import Literal, TypeAlias, get_args
 
@@ -18,7 +17,9 @@ from merger.checkpoint import Checkpoint
 from merger.checks import limit_problems, replica_pairs
 from merger.comparing import differing_replicas, first_difference, same_records
 from merger.errors import CheckpointError, Faults, MergerError, ModelError, Problem
-from merger.huggingface.expected import Architecture, expected_architecture, generation_config_complaint, read_config
+from merger.huggingface.architecture import Architecture
+from merger.huggingface.expected import expected_architecture, generation_config_complaint, read_config
+from merger.huggingface.hub_names import Names
 from merger.huggingface.lora_export import CONFIG_NAME as ADAPTER_CONFIG
 from merger.huggingface.lora_export import FOLDER as ADAPTER_FOLDER
 from merger.huggingface.lora_export import WEIGHTS_NAME as ADAPTER_WEIGHTS
@@ -49,6 +50,7 @@ class MergeOptions:
     lora_alpha: float | None
     lora_adapter: str | None
     base: Path | None
+    names: Names
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +91,7 @@ def checked_limit(options: MergeOptions) -> int:
             ("dtype", options.dtype, get_args(DTypeChoice)),
             ("unexpected", options.unexpected, get_args(Unexpected)),
             ("lora", options.lora, get_args(LoraMode)),
+            ("names", options.names, get_args(Names)),
         )
         if value not in choices
     ]
@@ -148,11 +151,12 @@ def plan_merge(
                 dtype=_target_dtype(options.dtype, architecture),
                 unexpected=options.unexpected,
                 are_equal=lambda first, other: _are_equal(reader, first, other),
+                naming=options.names,
             )
         plan = plan_output(
             outputs.tensors,
             max_shard_size=checked_limit(options),
-            num_parameters=_num_parameters(outputs.tensors, architecture),
+            num_parameters=outputs.num_parameters,
         )
     side_files, replaced, notes = _plan_side_files(config_dir, target, outputs, has_lora=lora is not None)
     notes = (*source.notes, *(() if lora is None else lora.notes), *outputs.notes, *notes)
@@ -184,7 +188,8 @@ def _by_saved_names(outputs: Outputs, lora: LoraPlan) -> Outputs:
         if (name := outputs.renamed.get(own, own)) in written and name != saved
     }
     dropped = (*lora.dropped, *(lora.saved_as.get(name, name) for name in outputs.dropped))
-    return replace(outputs, renamed=renamed, dropped=dropped)
+    converted = {name: tuple(lora.saved_as.get(own, own) for own in made) for name, made in outputs.converted.items()}
+    return replace(outputs, renamed=renamed, dropped=dropped, converted=converted)
 
 
 def _check_no_lora_options(options: MergeOptions) -> None:
@@ -239,13 +244,6 @@ def _target_dtype(choice: DTypeChoice, architecture: Architecture | None) -> str
     if choice == "auto":
         return None if architecture is None else architecture.dtype
     return choice
-
-
-def _num_parameters(tensors: Sequence[OutputTensor], architecture: Architecture | None) -> int | None:
-    """How many elements are parameters, as the index of a model states it; None where the architecture is not known."""
-    if architecture is None:
-        return None
-    return sum(prod(tensor.source.shape) for tensor in tensors if tensor.name not in architecture.buffers)
 
 
 def _are_equal(reader: SourceReader, first: StoredTensor, other: StoredTensor) -> bool:

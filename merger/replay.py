@@ -19,6 +19,7 @@ from merger.checkpoint import Checkpoint
 from merger.checks import shape_text
 from merger.comparing import element_texts, position_in
 from merger.errors import Faults, Problem, TargetError
+from merger.huggingface.hub_names import Names
 from merger.huggingface.lora_export import WEIGHTS_NAME as ADAPTER_WEIGHTS
 from merger.huggingface.outputs import Unexpected, main_dtype
 from merger.huggingface.side_files import REPORT_NAME
@@ -138,19 +139,22 @@ def _guesses(
             lora_alpha=None,
             lora_adapter=None,
             base=None,
+            names=names,
         )
-        for dtype, unexpected in product(dtypes, unexpected_choices)
+        for dtype, unexpected, names in product(dtypes, unexpected_choices, get_args(Names))
     ]
 
 
 def _num_unlike(planned: PlannedMerge, found: Checkpoint) -> int:
-    """How many tensors are on one side only, or of another type."""
-    expected = {tensor.name: tensor.dtype for tensor in (*planned.outputs.tensors, *planned.adapter)}
-    return len(set(expected.items()) ^ {(name, tensor.dtype) for name, tensor in found.tensors.items()})
+    """How many tensors are on one side only, or of another type or shape."""
+    outputs = (*planned.outputs.tensors, *planned.adapter)
+    expected = {(tensor.name, tensor.dtype, tensor.source.shape) for tensor in outputs}
+    return len(expected ^ {(name, tensor.dtype, tensor.shape) for name, tensor in found.tensors.items()})
 
 
 def _options_note(options: MergeOptions, *, is_stated: bool) -> str:
     told = f"dtype {options.dtype}, " + ("weights only" if options.weights_only else f"unexpected {options.unexpected}")
+    told += "" if options.names == "hub" else f", names {options.names}"
     if is_stated:
         return f"merged again as {REPORT_NAME} says: {told}"
     return f"there is no {REPORT_NAME}; by its names and types the output is of a merge with {told}"

@@ -18,6 +18,7 @@ from merger.adapters import LoraSummary
 from merger.checkpoint import Checkpoint
 from merger.errors import Problem, TargetError
 from merger.huggingface.side_files import REPORT_NAME
+from merger.operations import Operation
 from merger.plan import Plan
 from merger.planning import MergeOptions, PlannedMerge, checked_limit
 from merger.tensors import Computation, SourceFile, StoredTensor, distinct_chunks, in_files
@@ -66,7 +67,8 @@ class MergeReport:
     `num_bytes` is that of all tensor data written; `dtypes` counts the tensors written by element type, `casts` those
     cast, by "float32 -> bfloat16", and `cast_names` names them. `renamed` maps saved names to written ones where they
     differ; `dropped` are saved names not written. `tied` maps names that are not written to the one that is written
-    for them, `untied` those that are written although the architecture ties them. `computed` says of the written
+    for them, `untied` those that are written although the architecture ties them. `converted` maps written names to the
+    saved ones of which the tensor is made, where the hub has it in another shape. `computed` says of the written
     tensors that are no copies which operation made them of which saved ones; `lora` what adapters were found.
     `left_out` maps saved entries that are no weights to what they are, such as "int". `versions` are those of this
     package and of others on which the output depends, None where one is not installed; `options` what was asked for.
@@ -90,6 +92,7 @@ class MergeReport:
     cast_names: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     tied: dict[str, str] = dataclasses.field(default_factory=dict)
     untied: dict[str, str] = dataclasses.field(default_factory=dict)
+    converted: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     computed: dict[str, tuple[ComputedSummary, ...]] = dataclasses.field(default_factory=dict)
     left_out: dict[str, str] = dataclasses.field(default_factory=dict)
     lora: LoraSummary | None = None
@@ -126,6 +129,7 @@ def merge_report(
         cast_names={kind: tuple(names) for kind, names in cast_names.items()},
         tied=dict(outputs.tied),
         untied=dict(outputs.untied),
+        converted=dict(outputs.converted),
         computed={tensor.name: made for tensor in outputs.tensors if (made := _computed(tensor.source))},
         left_out=dict(source.others),
         sources=source_summaries(source, planned.base, planned.plan if checksum and not dry_run else None),
@@ -164,11 +168,17 @@ def _computed(tensor: StoredTensor) -> tuple[ComputedSummary, ...]:
     return tuple(
         ComputedSummary(
             type(one.operation).__name__.lower(),
-            dataclasses.asdict(one.operation),
+            _settings(one.operation),
             tuple(dict.fromkeys(stored.fqn for part in one.inputs for stored in in_files(part))),
         )
         for one in computations
     )
+
+
+def _settings(operation: Operation) -> dict[str, Any]:
+    """What is data of an operation."""
+    values = {field.name: getattr(operation, field.name) for field in dataclasses.fields(operation)}
+    return {name: value for name, value in values.items() if not callable(value)}
 
 
 def source_summaries(

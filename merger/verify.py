@@ -12,7 +12,9 @@ from merger.adapters import plan_lora
 from merger.checkpoint import Checkpoint
 from merger.checks import check_cover, limit_problems, shape_text
 from merger.errors import CheckpointError, MergerError, Problem
-from merger.huggingface.expected import Architecture, expected_architecture
+from merger.huggingface.architecture import Architecture, HubLayout
+from merger.huggingface.expected import expected_architecture
+from merger.huggingface.hub_names import on_hub, saved_architecture
 from merger.huggingface.logits import LogitsComparison, compare_logits
 from merger.huggingface.names import ignored_names, strip_wrappers
 from merger.reading import SourceReader, read_bands
@@ -113,8 +115,11 @@ def verify(
         reference_names = strip_wrappers(theirs, None if architecture is None else architecture.shapes)
         theirs = {reference_names[fqn]: tensor for fqn, tensor in theirs.items()}
     ours = _with_lora(source, architecture, lora_alpha)
-    names = strip_wrappers(ours, set(theirs))
+    names = strip_wrappers(ours, {*theirs, *(architecture.shapes if architecture is not None else ())})
     ours = {names[fqn]: tensor for fqn, tensor in ours.items()}
+    if architecture is not None and architecture.hub is not None:
+        ours, theirs = _on_hub(architecture, architecture.hub, ours, theirs)
+        architecture = architecture.hub.architecture
     ignored = set() if architecture is None else set(ignored_names(architecture, ours))
     canonical = _canonical_names(architecture)
     held_by_ties = {canonical[name]: name for name in ours if name in canonical}
@@ -155,6 +160,22 @@ def _architecture(config_dir: Path | None) -> tuple[Architecture | None, tuple[s
         return expected_architecture(config_dir), ()
     except MergerError as error:
         return None, (f"the reference's architecture cannot be built, so ties are not known: {error}",)
+
+
+def _on_hub(
+    architecture: Architecture,
+    layout: HubLayout,
+    ours: dict[str, StoredTensor],
+    theirs: Mapping[str, StoredTensor],
+) -> tuple[dict[str, StoredTensor], Mapping[str, StoredTensor]]:
+    """Both sides under the names and in the shapes of the hub, where only one of them has those, as a merge writes."""
+    shapes = [{name: tensor.shape for name, tensor in side.items()} for side in (ours, theirs)]
+    is_in_memory, is_other_in_memory = (saved_architecture(architecture, side) is architecture for side in shapes)
+    if is_in_memory:
+        ours = on_hub(layout, ours, untied=True).tensors
+    if is_other_in_memory:
+        theirs = on_hub(layout, theirs, untied=True).tensors
+    return ours, theirs
 
 
 def _canonical_names(architecture: Architecture | None) -> dict[str, str]:

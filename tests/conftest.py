@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from fixtures import architectures
 from fixtures.cases import CASES, copy_with_fault, make, writable_copy
 from fixtures.ranks import RankPool
 from tests.fuzzing import pytest_pyfunc_call, pytest_terminal_summary
@@ -48,6 +49,20 @@ def checkpoint(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Call
         return out
 
     return made
+
+
+@pytest.fixture(scope="session")
+def architecture_shards(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a checkpoint of every architecture of `fixtures.architectures`: made once for all workers."""
+    base = tmp_path_factory.getbasetemp()
+    root = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    out, partial = root / "architectures", root / "architectures.partial"
+    with _locked(root / "architectures.lock"):
+        if not out.exists():
+            shutil.rmtree(partial, ignore_errors=True)
+            architectures.make(pool, partial)
+            partial.rename(out)
+    return out
 
 
 @pytest.fixture(scope="session")

@@ -13,12 +13,14 @@ import json
 import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from merger.dtypes import BY_NAME
 from merger.errors import ModelError, Problem
+from merger.huggingface.architecture import Architecture
+from merger.huggingface.hub_layout import NotReversibleError, hub_layout
 
 _OTHERWISE = (
     "Name a folder with the right config.json by --config DIR, or merge the tensors as they are, without this check, "
@@ -31,36 +33,6 @@ _FORMER_BUFFERS = (
     ("rotary_emb.inv_freq", r"rotary_emb\.inv_freq"),
     ("position_ids", r"(^|\.)position_ids$"),
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Architecture:
-    """What one model class expects of its weights under one config.json.
-
-    `shapes` holds every persistent parameter and buffer in the order of the model's state dict, aliases of ties
-    included. `ties` are groups of names for one tensor; the first of each is the one that `save_pretrained` writes.
-    `keep_fp32` are the names that stay float32 in a bfloat16 or float16 model, `keep_fp32_in_float16` those that do in
-    a float16 model only; `kept_in_float32` puts them together. `ignore_unexpected` are regular expressions, to be
-    searched, of names that files may hold and the model does not read. `dtype` is what config.json states. `buffers`
-    are those names of `shapes` that are no parameters; `conv1d` those of weights that lie as (inputs, outputs), as the
-    Conv1D of GPT-2 has them.
-    """
-
-    class_name: str
-    shapes: dict[str, tuple[int, ...]]
-    ties: tuple[tuple[str, ...], ...]
-    keep_fp32: frozenset[str]
-    keep_fp32_in_float16: frozenset[str]
-    ignore_unexpected: tuple[str, ...]
-    dtype: str | None
-    buffers: frozenset[str] = frozenset()
-    conv1d: frozenset[str] = frozenset()
-
-    def kept_in_float32(self, dtype: str) -> frozenset[str]:
-        """Names that are not to be cast when the model is cast to `dtype`, a torch name such as "bfloat16"."""
-        if dtype == "float16":
-            return self.keep_fp32 | self.keep_fp32_in_float16
-        return self.keep_fp32 if dtype == "bfloat16" else frozenset()
 
 
 def read_config(config_dir: Path) -> dict[str, Any]:
@@ -222,7 +194,7 @@ def _architecture(model: Any, class_name: str, dtype: str | None) -> Architectur
     ignored = {*(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()), *map(re.escape, unsaved)}
     buffers = [name for name, _ in model.named_buffers()]
     ignored.update(regex for ending, regex in _FORMER_BUFFERS if any(name.endswith(ending) for name in buffers))
-    return Architecture(
+    architecture = Architecture(
         class_name=class_name,
         shapes={name: tuple(tensor.shape) for name, tensor in state.items()},
         ties=_ties(model, state),
@@ -235,6 +207,10 @@ def _architecture(model: Any, class_name: str, dtype: str | None) -> Architectur
             f"{name}.weight" for name, module in model.named_modules() if type(module).__name__ == "Conv1D"
         ),
     )
+    try:
+        return replace(architecture, hub=hub_layout(model, architecture, state))
+    except NotReversibleError as error:
+        return replace(architecture, no_hub=str(error))
 
 
 def _ties(model: Any, state: Mapping[str, Any]) -> tuple[tuple[str, ...], ...]:  # noqa: ANN401 - untyped upstream

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Mapping
 from itertools import combinations
 
 from merger.errors import CheckpointError, Problem
-from merger.huggingface.expected import Architecture
+from merger.huggingface.architecture import Architecture
 
 # Components that FSDP1, torch.compile and activation checkpointing put into names. No module is called so otherwise.
 _WRAPPERS = frozenset({"_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module"})
@@ -116,6 +116,14 @@ def compare_with(architecture: Architecture, shapes: Mapping[str, tuple[int, ...
         )
         problems.append(Problem("wrong-shapes", "", message))
     return problems
+
+
+def num_misfits(architecture: Architecture, shapes: Mapping[str, tuple[int, ...]]) -> int:
+    """How many tensors `compare_with` would find missing, unexpected or wrongly shaped."""
+    tied = {member for group in architecture.ties for member in group}
+    missing = sum(fqn not in shapes and fqn not in tied for fqn in architecture.shapes)
+    wrong = sum(shape != architecture.shapes.get(fqn, shape) for fqn, shape in shapes.items())
+    return missing + wrong + len(unexpected_names(architecture, shapes))
 
 
 def _common_prefixes(names: Collection[tuple[str, ...]], known: frozenset[str]) -> list[tuple[str, ...]]:

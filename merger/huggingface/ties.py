@@ -10,7 +10,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from merger.errors import Problem
-from merger.huggingface.expected import Architecture
+from merger.huggingface.architecture import Architecture
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,10 +39,9 @@ LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 USERS = {
     "torch": {
         *("casting.py", "computing.py", "folding.py", "verify.py"),
-        *("huggingface/expected.py", "huggingface/logits.py"),
+        *(f"huggingface/{name}.py" for name in ("expected", "hub_layout", "logits", "recording")),
     },
-    "transformers": {"huggingface/expected.py"},
-    "huggingface_hub": {"huggingface/hub.py"},
+    "transformers": {"huggingface/expected.py", "huggingface/hub_layout.py"},
 }
 PURE = ("errors", "dtypes", "operations", "tensors", "algebra", "sharding", "checks", "plan", "checkpoint", "picture")
 

@@ -85,8 +85,8 @@ def test_the_public_names_are_a_decision() -> None:
             "merge",
             {
                 "--dtype", "--max-shard-size", "--overwrite", "--dry-run", "--world-size", "--config", "--weights-only",
-                "--unexpected", "--no-checksum", "--check-replicas", "--shard-order", "--reduce-partial", "--workers",
-                "--lora", "--lora-alpha", "--lora-adapter", "--base",
+                "--unexpected", "--names", "--no-checksum", "--check-replicas", "--shard-order", "--reduce-partial",
+                "--workers", "--lora", "--lora-alpha", "--lora-adapter", "--base",
                 "--json", "--quiet", "--no-report", "--upload", "--private", "--revision",
             },
         ),
@@ -131,6 +131,7 @@ def test_merge_says_what_it_did(tmp_path: Path, capsys: pytest.CaptureFixture[st
         f"  into      {out}\n"
         "  tensors   17: 16 float32, 1 int64\n"
         "  weights   3.94 kB in 1 file\n"
+        "  note      names and shapes are as saved: those of the hub need a config\n"
         f"next: merger verify {out} --source {CHECKPOINT}\n"
     )
     assert printed.err == ""

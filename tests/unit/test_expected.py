@@ -15,8 +15,8 @@ import transformers
 from safetensors import safe_open
 
 from merger.errors import ModelError, Problem
+from merger.huggingface.architecture import Architecture
 from merger.huggingface.expected import (
-    Architecture,
     _ties,
     expected_architecture,
     generation_config_complaint,

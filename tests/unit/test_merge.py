@@ -16,6 +16,7 @@ import merger
 from merger.errors import CheckpointError, ChecksumError, MergerError, ModelError, TargetError
 from tests.unit.archives import ARCHIVES, CASES, IDS, bits, truth
 
+AS_SAVED = "names and shapes are as saved: those of the hub need a config"
 NEWEST = ARCHIVES / "2.14.1"
 
 
@@ -82,7 +83,7 @@ def test_the_report_says_what_was_done(checkpoint: Path, tmp_path: Path) -> None
     assert report.weight_files == ("model.safetensors",)
     assert report.side_files == ()
     assert report.dtypes == {"float32": 16, "int64": 1}
-    assert (report.casts, report.renamed, report.dropped, report.notes) == ({}, {}, (), ())
+    assert (report.casts, report.renamed, report.dropped, report.notes) == ({}, {}, (), (AS_SAVED,))
 
 
 def test_small_files_are_indexed_as_hugging_face_does(checkpoint: Path, tmp_path: Path) -> None:
@@ -196,6 +197,7 @@ def test_what_overflows_float16_is_said(checkpoint: Path, tmp_path: Path) -> Non
     _overwrite(path, truth(checkpoint)["layers.0.up.weight"][:6], index=1, value=1e30)
     report = merger.merge(checkpoint, tmp_path / "out", weights_only=True, dtype="float16", checksum=False)
     assert report.notes == (
+        AS_SAVED,
         "layers.0.up.weight: 1 values are beyond the range of the type they were cast to and became infinite",
     )
 

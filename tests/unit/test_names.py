@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from merger.errors import CheckpointError, Problem
-from merger.huggingface.expected import Architecture
+from merger.huggingface.architecture import Architecture
 from merger.huggingface.names import compare_with, ignored_names, strip_wrappers, unexpected_names
 from merger.huggingface.ties import TieOutcome, TiePlan, plan_ties, settle_ties
 

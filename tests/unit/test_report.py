@@ -19,6 +19,7 @@ from merger.errors import TargetError
 from merger.report import read_report
 from tests.unit.archives import ARCHIVES, truth
 
+AS_SAVED = "names and shapes are as saved: those of the hub need a config"
 CASE = ARCHIVES / "2.14.1" / "fsdp2_hsdp_w4"
 
 
@@ -65,6 +66,7 @@ def test_the_whole_report_of_a_cast_of_wrapped_names(tmp_path: Path) -> None:
             "lora_alpha": None,
             "lora_adapter": None,
             "base": None,
+            "names": "hub",
             "checksum": True,
         },
         "sources": [
@@ -87,10 +89,11 @@ def test_the_whole_report_of_a_cast_of_wrapped_names(tmp_path: Path) -> None:
         "renamed": {"module.a.weight": "a.weight", "module.steps": "steps"},
         "dropped": [],
         "left_out": {},
-        "notes": ["names stripped of wrappers: 2, such as module.a.weight -> a.weight"],
+        "notes": [AS_SAVED, "names stripped of wrappers: 2, such as module.a.weight -> a.weight"],
         "cast_names": {"float32 -> bfloat16": ["a.weight"]},
         "tied": {},
         "untied": {},
+        "converted": {},
         "computed": {},
         "lora": None,
     }
@@ -143,16 +146,16 @@ def test_the_report_is_the_same_wherever_the_checkpoint_lies_and_however_it_is_n
 def test_whoever_merged_is_told_how_the_folder_was_found(tmp_path: Path) -> None:
     shutil.copytree(CASE, tmp_path / "step" / "actor")
     report = merger.merge(tmp_path / "step", tmp_path / "out", weights_only=True)
-    assert report.notes == (f"read from {tmp_path / 'step' / 'actor'}",)
-    assert report_of(tmp_path / "out")["notes"] == []
+    assert report.notes == (f"read from {tmp_path / 'step' / 'actor'}", AS_SAVED)
+    assert report_of(tmp_path / "out")["notes"] == [AS_SAVED]
 
 
 def test_a_value_that_overflows_is_in_the_report(tmp_path: Path) -> None:
     torch.save({"w": torch.tensor([1e30, 1.0])}, tmp_path / "model_world_size_1_rank_0.pt")
     report = merger.merge(tmp_path, tmp_path / "out", weights_only=True, dtype="float16")
     note = "w: 1 values are beyond the range of the type they were cast to and became infinite"
-    assert report.notes == (note,)
-    assert report_of(tmp_path / "out")["notes"] == [note]
+    assert report.notes == (AS_SAVED, note)
+    assert report_of(tmp_path / "out")["notes"] == [AS_SAVED, note]
 
 
 def test_no_report_is_written_where_none_is_wanted(tmp_path: Path) -> None:

@@ -1,0 +1,53 @@
+"""Every architecture of the list: sharded on real ranks, merged, and the same files as transformers writes itself."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import merger
+from fixtures import architectures
+
+# Small enough that every model has an index.
+SHARD_SIZE = "30KB"
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> None:
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
+
+
+def loaded(model_class: Any, folder: Path) -> Any:
+    """The model, of which `from_pretrained` must find every tensor and no other."""
+    model, loading = model_class.from_pretrained(folder, output_loading_info=True)
+    assert not any(loading.values()), loading
+    return model.eval()
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # advice on how to run a model, which is not what is asked here
+        result: torch.Tensor = model(**architectures.inputs(model))[0]
+        return result
+
+
+@pytest.mark.parametrize("name", architectures.available())
+def test_a_merge_writes_the_files_that_save_pretrained_of_the_whole_model_writes(
+    name: str, architecture_shards: Path, tmp_path: Path
+) -> None:
+    """S4, S12, S18, S19: names, shapes, bytes, ties, which tensor is in which file, and the index."""
+    model, merged, saved = architectures.build(name), tmp_path / "merged", tmp_path / "saved"
+    merger.merge(architecture_shards / name, merged, max_shard_size=SHARD_SIZE)
+    model.save_pretrained(saved, max_shard_size=SHARD_SIZE)
+    weights = sorted(path.name for path in saved.glob("model*.safetensors*"))
+    assert len(weights) > 2
+    assert sorted(path.name for path in merged.glob("model*.safetensors*")) == weights
+    for file in weights:
+        assert (merged / file).read_bytes() == (saved / file).read_bytes(), file
+    assert torch.equal(logits(loaded(type(model), merged)), logits(model))

@@ -163,15 +163,15 @@ MUTANTS = (
     Mutant(
         "kept float32 cast all the same (S13)",
         "merger/huggingface/outputs.py",
-        "    as_they_are = kept.union(pairs)\n",
-        "    as_they_are = frozenset(pairs)\n",
+        "    as_they_are = kept.union(chosen.pairs)\n",
+        "    as_they_are = frozenset(chosen.pairs)\n",
         "tests/unit/test_outputs.py",
     ),
     Mutant(
         "unexpected tensors dropped in silence",
         "merger/huggingface/outputs.py",
-        'if unexpected == "drop":',
-        'if unexpected != "keep":',
+        '[*ignored, *extra] if unexpected == "drop" else ignored',
+        '[*ignored, *extra] if unexpected != "keep" else ignored',
         "tests/unit/test_outputs.py",
     ),
     Mutant(
@@ -275,8 +275,8 @@ MUTANTS = (
     Mutant(
         "the index counts elements (S18)",
         "merger/plan.py",
-        "total_size = sum(_num_bytes(tensor) for tensor in tensors)",
-        "total_size = sum(prod(tensor.source.shape) for tensor in tensors)",
+        "_index(files, sum(counted.values()), num_parameters)",
+        "_index(files, sum(prod(tensor.source.shape) for tensor in tensors), num_parameters)",
         "tests/unit/test_merge.py",
     ),
     Mutant(

@@ -72,7 +72,7 @@ def test_extra_states_of_modules_are_named_and_left_out(tmp_path: Path, protocol
     expected = {f"{name}._extra_state": kind for name, (_, kind) in EXTRA.items()}
     assert report.left_out == expected
     assert merger.inspect(tmp_path).left_out == expected
-    assert report.notes[-1] == (
+    assert report.notes[-2] == (
         "entries that are no weights, left out: buffer._extra_state (BytesIO), bytes._extra_state (bytes), "
         "no_bytes._extra_state (bytes), none._extra_state (None), number._extra_state (int) and 5 more"
     )

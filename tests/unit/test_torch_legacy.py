@@ -114,6 +114,7 @@ def test_a_merge_says_that_damage_cannot_be_noticed(tmp_path: Path) -> None:
             "ranks 0 and 1: saved in the old format of torch.save, without checksums, so damage to the files cannot be "
             "noticed"
         ),
+        "names and shapes are as saved: those of the hub need a config",
     )
 
 

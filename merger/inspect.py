@@ -11,7 +11,6 @@ from pathlib import Path
 from merger.adapters import LoraSummary, summarise
 from merger.checkpoint import Checkpoint
 from merger.errors import MergerError, Problem
-from merger.picture import picture_text
 from merger.sharding import DealOrder, Mesh
 from merger.single_file import check_file, write_file
 from merger.sources import read_any
@@ -114,6 +113,8 @@ def inspect(
         keep_fragments=target is not None,
     )
     if target is not None:
+        from merger.picture import picture_text  # a part of the start of every command, and few ask for a picture
+
         text = picture_text(source, as_html=target.suffix.lower() == ".html", tensors=tensors)
         write_file(target, text.encode(), overwrite=overwrite)
     stored = source.tensors.values()

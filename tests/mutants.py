@@ -356,6 +356,20 @@ MUTANTS = (
         "            size = min(step, max(1, shape[dim - 1] - start - 1))\n",
         "tests/unit/test_tensors.py",
     ),
+    Mutant(
+        "a hole drawn as if it were held (S11)",
+        "merger/picture/regions.py",
+        '        return "hole"\n',
+        '        return "held"\n',
+        "tests/unit/test_picture_regions.py",
+    ),
+    Mutant(
+        "names drawn as markup (L11)",
+        "merger/picture/svg.py",
+        "return escape(shown(text))",
+        "return shown(text)",
+        "tests/unit/test_picture.py",
+    ),
 )
 
 

@@ -98,7 +98,7 @@ def picture_of(source: Checkpoint, *, tensors: str | None = None) -> Picture:
     panels = [_panel(pattern, numbers, look, "rank" if has_ranks else "file") for pattern, numbers, look in groups]
     drawn = tuple(sorted(panels, key=lambda panel: not panel.is_broken)[:MAX_PANELS])
     return Picture(
-        title="/".join(source.path.absolute().parts[-2:]),
+        title="/".join(source.path.absolute().parts[1:][-2:]),
         facts=_facts(source, len(everything), has_ranks=has_ranks),
         owner_kind="rank" if has_ranks else "file",
         owners=range(source.world_size) if has_ranks else range(1, len(source.files) + 1),

@@ -5,7 +5,7 @@ Names come from files that are not to be trusted: every text goes through `_esca
 
 from __future__ import annotations
 
-from xml.sax.saxutils import escape
+from html import escape
 
 from merger.picture.palette import COLOURS, DARK_GREY, DARK_RED, GREY, RED, Paint
 from merger.picture.shapes import FONT_SIZES, Cell, Group, Scene, Shape, Style, Surface, Words, shown
@@ -162,7 +162,7 @@ def _title(text: str) -> str:
 
 
 def _escaped(text: str) -> str:
-    return escape(shown(text), {'"': "&quot;", "'": "&#39;"})
+    return escape(shown(text))
 
 
 def _number(value: float) -> str:

@@ -12,6 +12,7 @@ import merger
 from fixtures.layouts import TensorSpec, save_dtensors
 from fixtures.partials import PartialSpec, save_partials
 from fixtures.ranks import RankPool
+from fixtures.sharded_tensors import save_hybrid
 from tests.unit.drawn import Card, by_name, read_picture
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -111,6 +112,28 @@ def test_where_the_file_does_not_tell_all_is_red_until_it_is_said(cards: Callabl
     assert [cell.about for cell in told.cells] == ["rank 2", "rank 0", "rank 3", "rank 1"]
     told = cards("qwen2-fp32-w4-permuted", shard_order="group", overwrite=True)[name]
     assert [cell.about for cell in told.cells] == ["rank 0", "rank 1", "rank 2", "rank 3"]
+
+
+def test_a_missing_rank_leaves_red_where_it_was_dealt_its_piece(copy_of: Callable[[str], Path], tmp_path: Path) -> None:
+    """L1, S22: on a mesh [2, 0, 3, 1], by the place in the group or by the coordinate."""
+    folder = copy_of("qwen2-fp32-w4-permuted") / "checkpoint"
+    (folder / "model_world_size_4_rank_0.pt").unlink()
+    for order, expected in (("group", ["red", "c1", "c2", "c3"]), ("coordinate", ["c2", "red", "c3", "c1"])):
+        found = pictured(folder, tmp_path, shard_order=order, overwrite=True)
+        assert [cell.paint for cell in found["model.norm.weight"].cells] == expected
+
+
+def test_a_missing_rank_of_hybrid_sharded_tensors_leaves_a_red_edge(pool: RankPool, tmp_path: Path) -> None:
+    """L1, L13: the metadata of each half of the ranks name that half only."""
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    pool.run(4, save_hybrid, str(folder))
+    (folder / "model_world_size_4_rank_3.pt").unlink()
+    found = pictured(folder, tmp_path)
+    # What has one row is one shard, and lies on the first rank of each half alone.
+    both = ["replicas on ranks 0, 2", "rank 1; rank 3 should hold a replica too"]
+    assert sorted([cell.about for cell in card.cells] for card in found.values()) == [both[:1], both[:1], both, both]
+    assert not any(card.is_broken for card in found.values())
 
 
 def test_summands_are_red_until_they_may_be_reduced(pool: RankPool, tmp_path: Path) -> None:

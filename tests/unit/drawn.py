@@ -63,6 +63,7 @@ def read_picture(path: Path) -> Page:
 def read_svg(text: str) -> Page:
     """Reads an SVG document; anything but rectangles and text in its groups is an error."""
     root = ET.fromstring(text)
+    assert set(root.attrib) == {"width", "height", "viewBox", "role", "aria-label"}
     paints = {}
     for pattern in root.iter(f"{_SVG}pattern"):
         fills = [rect.attrib["fill"] for rect in pattern.iter(f"{_SVG}rect")]
@@ -83,6 +84,7 @@ def _group(group: ET.Element, paints: dict[str, str]) -> Card:
     broken = False
     for element in group:
         classes = element.attrib["class"].split()
+        assert set(element.attrib) <= {"class", "x", "y", "width", "height", "rx", "fill", "text-anchor"}
         if element.tag == f"{_SVG}text":
             title = element.find(f"{_SVG}title")
             line = "".join(element.itertext())

@@ -182,8 +182,11 @@ def test_a_file_of_another_rank_says_nothing_of_its_own(tmp_path: Path) -> None:
     """S8."""
     folder = damaged("fsdp2_1d_w4", tmp_path)
     shutil.copy(folder / "model_world_size_4_rank_1.pt", folder / "model_world_size_4_rank_3.pt")
-    card = drawn(folder, tmp_path)["layers.{0, 1}.up.weight (x 2)"]
+    merger.inspect(folder, picture=tmp_path / "picture.svg")
+    page = read_picture(tmp_path / "picture.svg")
+    card = by_name(page)["layers.{0, 1}.up.weight (x 2)"]
     assert [cell.paint for cell in card.cells] == ["c0", "c1", "c2", "red"]
+    assert [cell.paint for cell in page.bar.cells[:4]] == ["c0", "c1", "c2", "red"]
 
 
 def test_a_broken_file_is_a_missing_rank(tmp_path: Path) -> None:
@@ -305,15 +308,20 @@ def test_any_name_is_text_and_no_markup(name: str) -> None:
     assert len(card.cells) == 1
 
 
-def test_hostile_axis_names_and_folders_are_text() -> None:
+@pytest.mark.parametrize("name", ["<svg onload=alert(1)>", '" onload="alert(1)', "a\x01\n\u202eb"])
+def test_hostile_names_of_axes_folders_and_files_are_text(name: str) -> None:
     source = whole("w")
-    mesh = Mesh((1,), (0,), ("<i>fsdp</i>",))
-    evil = replace(
-        source, path=Path("/x/<svg onload=alert(1)>"), layouts={"w": Layout((mesh,), (Placement("shard", 0),))}
-    )
-    page = read_svg(picture_text(evil, as_html=False))
-    assert "Mesh A: <i>fsdp</i>=1" in page.bar.texts["heading"]
-    assert page.heading.texts["title"] == ("x/<svg onload=alert(1)>",)
+    shown = "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in name)
+    layout = Layout((Mesh((1,), (0,), (name,)),), (Placement("shard", 0),))
+    page = read_svg(picture_text(replace(source, path=Path("/x", name), layouts={"w": layout}), as_html=False))
+    assert f"Mesh A: {shown}=1" in " ".join(page.bar.texts["heading"])
+    assert page.heading.texts["title"] == (f"x/{shown}",)
+    file = replace(source.files[0], path=Path("/x", name), rank=None)
+    chunk = replace(source.tensors["w"].chunks[0], file=file)
+    of_file = replace(source, files=(file,), tensors={"w": replace(source.tensors["w"], chunks=(chunk,))}, layouts={})
+    page = read_svg(picture_text(of_file, as_html=False))
+    assert "".join(page.bar.texts["note"]).startswith(shown)
+    assert page.bar.cells[0].where == shown
 
 
 def whole(name: str) -> Checkpoint:
@@ -385,6 +393,15 @@ def test_with_many_ranks_each_can_be_found(world_size: int) -> None:
     # In the cells where they are high enough, else beside them.
     written = card.texts["number"] if world_size == 24 else card.texts["tick"]
     assert written == tuple(str(rank) for rank in range(0, world_size, 1 if world_size == 24 else 3))
+
+
+def test_where_most_numbers_have_no_room_in_their_cells_all_stand_outside() -> None:
+    """A bar of 24 pieces, of which only those with one digit could hold it."""
+    (card,) = read_svg(picture_text(sharded({"w": (240,)}, 24), as_html=False)).cards
+    assert "small-number" not in card.texts
+    assert "number" not in card.texts
+    assert card.texts["tick"][0] == "0"
+    assert card.texts["tick"][-1] in ("22", "23")
 
 
 def test_a_rank_that_contradicts_is_believed_less_than_two(tmp_path: Path) -> None:

@@ -234,23 +234,27 @@ def test_a_child_ends_when_nobody_reads_its_answers() -> None:
 
 
 def test_ctrl_c_ends_the_children(tmp_path: Path) -> None:
-    """The children here would sleep for an hour."""
+    """The children here would sleep for minutes."""
     said = tmp_path / "pids"
-    program = python_that(tmp_path, f'cat >/dev/null; echo $$ >> "{said}"; exec sleep 3600')
+    program = python_that(tmp_path, f'cat >/dev/null; echo $$ >> "{said}"; exec sleep 300')
     script = (
-        "import sys\n"
+        "import signal, sys\n"
         "from merger.cli import main\n"
         "from merger.sources import rank_reading\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs begin without it\n"
         "rank_reading._MIN_PARTS_FOR_CHILDREN = 1\n"
         f"sys.executable = {program!r}\n"
         f"sys.exit(main(['inspect', {str(FOUR_RANKS)!r}, '--workers', '2']))\n"
     )
-    parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 60
-    while len(pids := said.read_text().split() if said.exists() else []) < 2 and time.monotonic() < deadline:
-        time.sleep(0.02)
-    parent.send_signal(signal.SIGINT)
-    _, printed = parent.communicate(timeout=60)
+    with subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.PIPE, text=True) as parent:
+        try:
+            deadline = time.monotonic() + 60
+            while len(pids := said.read_text().split() if said.exists() else []) < 2 and time.monotonic() < deadline:
+                time.sleep(0.02)
+            parent.send_signal(signal.SIGINT)
+            _, printed = parent.communicate(timeout=60)
+        finally:
+            parent.kill()
     assert (parent.returncode, printed) == (130, "merger: interrupted; nothing half-made was left behind\n")
     assert len(pids) == 2
     for pid in pids:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -92,6 +93,18 @@ class Faults:
         kinds = {type(error) for error in self._errors}
         kind = kinds.pop() if len(kinds) == 1 else MergerError
         raise kind([problem for error in self._errors for problem in error.problems])
+
+
+def refused_target(kind: str, target: Path, message: str) -> TargetError:
+    """The error of a target that is not to be written, or cannot be."""
+    return TargetError(Problem(kind, str(target), message))
+
+
+def unwritable_target(target: Path, error: OSError) -> TargetError:
+    """What the file system said of a target, for people; nothing may have been left there."""
+    reason = error.strerror or str(error)
+    message = f"cannot be written ({reason}); nothing was left there; make room or choose another place"
+    return refused_target("target-unwritable", target, message)
 
 
 def _render(problems: tuple[Problem, ...]) -> str:

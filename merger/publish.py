@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from merger.errors import Problem, TargetError
+from merger.errors import refused_target, unwritable_target
 from merger.places import content, place_of, publish, recover
 
 # File systems that have no locks (some network ones) say one of these; then there is no protection to be had.
@@ -45,11 +45,13 @@ def _check_target(target: Path, *, overwrite: bool, sources: tuple[Path, ...]) -
     resolved = target.resolve()
     for source in sources:
         if source.resolve().is_relative_to(resolved):
-            raise _refused("target-is-source", target, "is, or contains, what is to be read; choose another directory")
+            raise refused_target(
+                "target-is-source", target, "is, or contains, what is to be read; choose another directory"
+            )
     if not target.exists():
         return
     if not target.is_dir():
-        raise _refused("target-is-file", target, "is a file; choose a directory that does not exist yet")
+        raise refused_target("target-is-file", target, "is a file; choose a directory that does not exist yet")
     place = place_of(resolved)
     names = content(place)
     if not names:
@@ -57,26 +59,26 @@ def _check_target(target: Path, *, overwrite: bool, sources: tuple[Path, ...]) -
     more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
     listed = ", ".join(names[:_MAX_LISTED]) + more
     if place.is_mount:
-        raise _refused(
+        raise refused_target(
             "target-is-mount",
             target,
             f"is a mount point that is not empty (it holds {listed}), and no finished directory can take its place; "
             "choose a directory inside it, or empty it",
         )
     if not overwrite:
-        raise _refused(
+        raise refused_target(
             "target-not-empty",
             target,
             f"is not empty (it holds {listed}); choose another directory, or replace the whole of it with --overwrite",
         )
     if (kept := _training_state(target)) is not None:
-        raise _refused(
+        raise refused_target(
             "target-holds-training-state",
             target,
             f"holds more than a model ({kept}), which --overwrite would delete; choose another directory",
         )
     if not any(name in _OF_A_MODEL or name.endswith((".safetensors", ".bin")) for name in names):
-        raise _refused(
+        raise refused_target(
             "target-not-a-model",
             target,
             f"holds no model that could be replaced (it holds {listed}); choose another directory",
@@ -135,7 +137,7 @@ def published(target: Path, num_bytes: int, *, overwrite: bool) -> Iterator[Path
                 _surely(lambda: recover(place))
     except OSError as error:
         if error.errno in _UNWRITABLE:
-            raise _unwritable(target, error) from error
+            raise unwritable_target(target, error) from error
         raise
     finally:
         _remove_empty(created)
@@ -147,7 +149,7 @@ def _naming(target: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise _unwritable(target, error) from error
+        raise unwritable_target(target, error) from error
 
 
 def _surely(tidy: Callable[[], None]) -> None:
@@ -170,7 +172,7 @@ def _make_parents(parent: Path, target: Path) -> list[Path]:
         parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         _remove_empty(missing)
-        raise _unwritable(target, error) from error
+        raise unwritable_target(target, error) from error
     return missing
 
 
@@ -187,14 +189,14 @@ def _lock(path: Path, target: Path) -> Iterator[None]:
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         except OSError as error:
-            raise _unwritable(target, error) from error
+            raise unwritable_target(target, error) from error
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno not in _NO_LOCKS:
                 os.close(descriptor)
                 if error.errno in (errno.EAGAIN, errno.EACCES):
-                    raise _refused(
+                    raise refused_target(
                         "target-locked", target, "is being written by another process; wait for it, or end it"
                     ) from None
                 raise
@@ -213,7 +215,7 @@ def _lock(path: Path, target: Path) -> Iterator[None]:
 def _check_space(parent: Path, target: Path, num_bytes: int) -> None:
     free = shutil.disk_usage(parent).free
     if free < num_bytes:
-        raise _refused(
+        raise refused_target(
             "no-space",
             target,
             f"needs {num_bytes:,} bytes but only {free:,} are free there; make room, or choose another disk",
@@ -240,16 +242,3 @@ def _sync_directory(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _unwritable(target: Path, error: OSError) -> TargetError:
-    reason = error.strerror or str(error)
-    return _refused(
-        "target-unwritable",
-        target,
-        f"cannot be written ({reason}); nothing was left there; make room or choose another place",
-    )
-
-
-def _refused(kind: str, target: Path, message: str) -> TargetError:
-    return TargetError(Problem(kind, str(target), message))

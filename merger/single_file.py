@@ -7,14 +7,14 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-from merger.errors import Problem, TargetError
+from merger.errors import TargetError, refused_target, unwritable_target
 
 
 def check_file(target: Path, *, overwrite: bool) -> None:
     """Raises `TargetError` unless `target` may be written: where no file is, or with `overwrite` where one is."""
     try:
         if target.is_dir():
-            raise _refused("target-is-directory", target, "is a directory; give the name of a file")
+            raise refused_target("target-is-directory", target, "is a directory; give the name of a file")
         if os.path.lexists(target) and not overwrite:
             raise _exists(target)
         parent = _real(target).parent
@@ -23,7 +23,7 @@ def check_file(target: Path, *, overwrite: bool) -> None:
         if not os.access(parent, os.W_OK | os.X_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except OSError as error:
-        raise _unwritable(target, error) from error
+        raise unwritable_target(target, error) from error
 
 
 def write_file(target: Path, content: bytes, *, overwrite: bool) -> None:
@@ -46,7 +46,7 @@ def write_file(target: Path, content: bytes, *, overwrite: bool) -> None:
     except FileExistsError as error:
         raise _exists(target) from error
     except OSError as error:
-        raise _unwritable(target, error) from error
+        raise unwritable_target(target, error) from error
 
 
 def _real(target: Path) -> Path:
@@ -63,17 +63,4 @@ def _rename_to_new(partial: Path, real: Path) -> None:
 
 
 def _exists(target: Path) -> TargetError:
-    return _refused("target-exists", target, "exists; choose another name, or replace it with --overwrite")
-
-
-def _unwritable(target: Path, error: OSError) -> TargetError:
-    reason = error.strerror or str(error)
-    return _refused(
-        "target-unwritable",
-        target,
-        f"cannot be written ({reason}); nothing was left there; make room or choose another place",
-    )
-
-
-def _refused(kind: str, target: Path, message: str) -> TargetError:
-    return TargetError(Problem(kind, str(target), message))
+    return refused_target("target-exists", target, "exists; choose another name, or replace it with --overwrite")

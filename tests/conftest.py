@@ -22,7 +22,7 @@ __all__ = ["pytest_pyfunc_call", "pytest_terminal_summary"]  # hooks, which pyte
 @pytest.fixture(scope="session")
 def pool() -> Iterator[RankPool]:
     """Real ranks, one pool per test process; they start when a test first runs something on them."""
-    with RankPool() as ranks:
+    with RankPool(limit=300.0) as ranks:  # other test processes may have the cores
         yield ranks
 
 

@@ -6,17 +6,26 @@ Between the source and the outputs of a merge: stored tensors in, stored tensors
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias
 
 from merger.checkpoint import Checkpoint
-from merger.errors import Faults, ModelError, Problem
+from merger.errors import Faults, MergerError, ModelError, Problem
 from merger.huggingface.architecture import Architecture
+from merger.huggingface.expected import expected_architecture
 from merger.huggingface.lora import Lora, find_lora, has_lora, holds_base, listed
 from merger.huggingface.lora_export import FOLDER, Adapter, export
-from merger.huggingface.lora_fold import Folded, Target, find_targets, fold
+from merger.huggingface.lora_fold import (
+    Folded,
+    Target,
+    find_targets,
+    fold,
+    maybe_experts,
+    unknown_experts,
+    without_data,
+)
 from merger.huggingface.lora_settings import LoraSettings, read_settings
 from merger.tensors import StoredTensor, in_files
 
@@ -67,19 +76,56 @@ def writes_model(source: Checkpoint, mode: LoraMode, base: Path | None) -> bool:
     return mode != "adapter" and (base is not None or holds_base(source.tensors))
 
 
+def check_options(
+    source: Checkpoint,
+    expected: Collection[str],
+    *,
+    mode: LoraMode,
+    alpha: float | None,
+    adapter: str | None,
+    base: Path | None,
+) -> None:
+    """Raises `ModelError` with all that is asked of adapters and cannot be given, from names alone.
+
+    `expected` are names that the model itself has, and that are of no adapter. `base` is not looked into.
+    """
+    problems: list[Problem] = []
+    if not has_lora(source.tensors, expected):
+        # Nothing is left out unnoticed. "both" is the default, and asks for nothing.
+        asked = {"lora_alpha": alpha, "lora_adapter": adapter, "base": base, "lora": None if mode == "both" else mode}
+        message = "is for checkpoints with LoRA adapters, and this one has none; leave it out"
+        problems += [Problem("no-lora", name, message) for name, value in asked.items() if value is not None]
+    elif base is not None and holds_base(source.tensors):
+        message = (
+            f"is not needed: {source.path} holds the base weights that were trained with, and others would give "
+            "another model; leave --base out"
+        )
+        problems.append(Problem("base-not-needed", str(base), message))
+    elif mode in ("merge", "base") and not writes_model(source, mode, base):
+        message = (
+            f"{source.path} holds adapters alone, so there is no model to write: name the base model by --base DIR, or "
+            "write the adapter by --lora adapter"
+        )
+        problems.append(Problem("no-base", "", message))
+    if problems:
+        raise ModelError(problems)
+
+
 def plan_lora(
     source: Checkpoint,
     base: Checkpoint | None,
     architecture: Architecture | None,
     *,
+    config_dir: Path | None,
     mode: LoraMode,
     alpha: float | None,
     adapter: str | None,
 ) -> LoraPlan | None:
     """Plans what is written of a checkpoint with LoRA; None where it has none.
 
-    `base` has the base weights, where the checkpoint itself does not. `alpha` goes before what settings state, and
-    `adapter` says which of several is meant.
+    `base` has the base weights, where the checkpoint itself does not. `config_dir` is where the model's config lies, if
+    it does: it is read where `architecture` is not given and adapters cannot be told without it. `alpha` goes before
+    what settings state, and `adapter` says which of several is meant.
 
     Raises `ModelError` with all that keeps the adapters from being folded or exported.
     """
@@ -87,19 +133,12 @@ def plan_lora(
     lora = find_lora(source.tensors, expected, adapter=adapter)
     if lora is None:
         return None
-    faults = Faults()
-    with faults:
-        _check_base(lora, base, source)
-    settings = None
-    with faults:
-        folders = [source.path, *([source.config_dir] if source.config_dir is not None else [])]
-        settings = read_settings(folders, alpha=alpha)
-    faults.raise_all()
-    assert settings is not None, "or it would have raised"
+    folders = [source.path, *([source.config_dir] if source.config_dir is not None else [])]
+    settings = read_settings(folders, alpha=alpha)
     weights = lora.base if base is None else base.tensors
     known = {**weights, **lora.originals}
     conv1d: frozenset[str] = frozenset() if architecture is None else architecture.conv1d
-    targets = find_targets(lora, known, settings, conv1d)[0] if known else None
+    targets = find_targets(lora, known, settings, conv1d)[0] if known else _told_by_config(lora, settings, config_dir)
     notes = list(_notes(lora, settings, alpha))
     tensors: Mapping[str, StoredTensor] | None = None
     if known and mode in ("merge", "both"):
@@ -138,7 +177,7 @@ def summarise(source: Checkpoint) -> LoraSummary | None:
     """What adapters a checkpoint has, as far as it can be told; None where it has none."""
     try:
         lora = find_lora(source.tensors, None)
-    except ModelError:
+    except MergerError:
         return None
     if lora is None:
         return None
@@ -151,7 +190,7 @@ def summarise(source: Checkpoint) -> LoraSummary | None:
 
 
 def _summary(lora: Lora, targets: list[Target] | None, settings: LoraSettings | None) -> LoraSummary:
-    ranks = Counter(target.rank for target in targets or ()) or Counter(one.first.shape[0] for one in lora.modules)
+    ranks = Counter(target.rank for target in targets) if targets else _ranks(lora, settings)
     return LoraSummary(
         num_modules=len(lora.modules),
         ranks=dict(sorted(ranks.items())),
@@ -164,13 +203,29 @@ def _summary(lora: Lora, targets: list[Target] | None, settings: LoraSettings | 
     )
 
 
-def _check_base(lora: Lora, base: Checkpoint | None, source: Checkpoint) -> None:
-    if base is not None and not lora.is_adapter_only:
-        message = (
-            f"is not needed: {source.path} holds the base weights that were trained with, and others would give "
-            "another model; leave --base out"
-        )
-        raise ModelError(Problem("base-not-needed", str(base.path), message))
+def _ranks(lora: Lora, settings: LoraSettings | None) -> Counter[int]:
+    """The ranks of layers of which the weights are not known: for experts those that are stated."""
+    experts = set() if settings is None else {module.wrapper for module in maybe_experts(lora, settings)}
+    stated = {
+        module.wrapper: settings.rank_of(module.name)
+        for module in lora.modules
+        if settings is not None and module.wrapper in experts
+    }
+    return Counter(stated.get(module.wrapper) or module.first.shape[0] for module in lora.modules)
+
+
+def _told_by_config(lora: Lora, settings: LoraSettings, config_dir: Path | None) -> list[Target] | None:
+    """What adapters without base weights change, where their settings have to be told; None where names tell enough."""
+    experts = maybe_experts(lora, settings)
+    if settings.config is not None or not experts:
+        return None
+    if config_dir is None:
+        raise ModelError(unknown_experts(experts))
+    expected = expected_architecture(config_dir)
+    targets, problems = find_targets(lora, without_data(expected.shapes), settings, expected.conv1d)
+    if problems:
+        raise ModelError(problems)
+    return targets
 
 
 def _notes(lora: Lora, settings: LoraSettings, alpha: float | None) -> list[str]:

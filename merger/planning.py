@@ -7,12 +7,13 @@ output held against it. Reads headers, and of the data only what a plan hangs on
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
 from typing import Literal, TypeAlias, get_args
 
-from merger.adapters import LoraMode, LoraPlan, LoraSummary, plan_lora, writes_model
+from merger.adapters import LoraMode, LoraPlan, LoraSummary, check_options, plan_lora, writes_model
 from merger.checkpoint import Checkpoint
 from merger.checks import limit_problems, replica_pairs
 from merger.comparing import differing_replicas, first_difference, same_records
@@ -122,10 +123,21 @@ def check_source(
         with faults:
             _check_bytes(reader, source, in_full=check_replicas)
         with faults:
+            _check_lora_options(source, options, ())
+        with faults:
             config_dir = _config_dir(source, options)
             architecture = None if config_dir is None else expected_architecture(config_dir)
         faults.raise_all()
+    if architecture is not None:
+        # Once more, since some models have names of their own like those of adapters.
+        _check_lora_options(source, options, architecture.shapes)
     return architecture
+
+
+def _check_lora_options(source: Checkpoint, options: MergeOptions, expected: Collection[str]) -> None:
+    check_options(
+        source, expected, mode=options.lora, alpha=options.lora_alpha, adapter=options.lora_adapter, base=options.base
+    )
 
 
 def plan_merge(
@@ -138,10 +150,14 @@ def plan_merge(
     config_dir = _config_dir(source, options)
     base = None if options.base is None else read_reference(options.base)
     lora = plan_lora(
-        source, base, architecture, mode=options.lora, alpha=options.lora_alpha, adapter=options.lora_adapter
+        source,
+        base,
+        architecture,
+        config_dir=options.config or source.config_dir,
+        mode=options.lora,
+        alpha=options.lora_alpha,
+        adapter=options.lora_adapter,
     )
-    if lora is None:
-        _check_no_lora_options(options)
     plan, outputs = NOTHING, NO_OUTPUTS
     if lora is None or lora.tensors is not None:
         with SourceReader() as reader:
@@ -161,6 +177,8 @@ def plan_merge(
     side_files, replaced, notes = _plan_side_files(config_dir, target, outputs, has_lora=lora is not None)
     notes = (*source.notes, *(() if lora is None else lora.notes), *outputs.notes, *notes)
     adapter = None if lora is None else lora.adapter
+    if adapter is not None and options.dtype in ("float32", "float16", "bfloat16"):
+        notes = (*notes, "the adapter is in the types in which it was saved: --dtype is for the model")
     exported = tuple(
         OutputTensor(n, tensor.dtype, tensor) for n, tensor in (adapter.tensors if adapter else {}).items()
     )
@@ -190,22 +208,6 @@ def _by_saved_names(outputs: Outputs, lora: LoraPlan) -> Outputs:
     dropped = (*lora.dropped, *(lora.saved_as.get(name, name) for name in outputs.dropped))
     converted = {name: tuple(lora.saved_as.get(own, own) for own in made) for name, made in outputs.converted.items()}
     return replace(outputs, renamed=renamed, dropped=dropped, converted=converted)
-
-
-def _check_no_lora_options(options: MergeOptions) -> None:
-    """Raises for options that say what to do with adapters, where there are none: nothing is folded unnoticed."""
-    given = [
-        name
-        for name, value in (
-            ("lora_alpha", options.lora_alpha),
-            ("lora_adapter", options.lora_adapter),
-            ("base", options.base),
-        )
-        if value is not None
-    ]
-    if given:
-        message = "is for checkpoints with LoRA adapters, and this one has none; leave it out"
-        raise ModelError([Problem("no-lora", name, message) for name in given])
 
 
 def _check_bytes(reader: SourceReader, source: Checkpoint, *, in_full: bool) -> None:

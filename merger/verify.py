@@ -148,7 +148,7 @@ def verify(
 
 def _with_lora(side: Checkpoint, architecture: Architecture | None, alpha: float | None) -> Mapping[str, StoredTensor]:
     """The tensors of a side, of one with adapters on base weights those of the model with the adapters folded in."""
-    lora = plan_lora(side, None, architecture, mode="merge", alpha=alpha, adapter=None)
+    lora = plan_lora(side, None, architecture, config_dir=None, mode="merge", alpha=alpha, adapter=None)
     return side.tensors if lora is None or lora.tensors is None else lora.tensors
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 from merger.errors import ModelError, Problem
-from merger.huggingface.names import strip_wrappers, without_wrapper_parts
+from merger.huggingface.names import check_distinct, strip_wrappers, without_wrapper_parts
 from merger.tensors import StoredTensor
 
 # What peft wraps a layer in, as components of names.
@@ -126,7 +126,7 @@ def find_lora(
     model is none. `adapter` says which one is meant where there are several.
 
     Raises `ModelError` where none or several could be meant, where an adapter lacks a factor, and for adapters of
-    kinds that are not understood.
+    kinds that are not understood; `CheckpointError` where two saved names become one.
     """
     if not has_lora(stored, expected or ()):
         return None
@@ -145,22 +145,28 @@ def find_lora(
     wrappers: dict[str, _Gathered] = {}
     kinds: dict[str, dict[str, StoredTensor]] = {"base": {}, "original": {}, "trained": {}}
     saved_as: dict[str, str] = {}
+    # Of each name, for the model before peft came, for the trained copies and for the adapter.
+    same: dict[str, dict[str, list[str]]] = {"model": {}, "trained": {}, "adapter": {}}
     for fqn, one in parsed.items():
         name = in_model[_pseudo(one)]
-        if one.role != "factor":
-            if one.role != "trained" or one.adapter == chosen:
-                kinds[one.role][name] = stored[fqn]
-                saved_as[name] = fqn
+        if one.role in ("factor", "trained") and one.adapter != chosen:
             continue
-        if one.adapter != chosen:
+        if one.role != "factor":
+            kinds[one.role][name] = stored[fqn]
+            saved_as[name] = fqn
+            same["trained" if one.role == "trained" else "model"].setdefault(name, []).append(fqn)
             continue
         layer = name.removesuffix(".weight")
         wrapper = peft_name(one.wrapper, layer)
+        own = f"{wrapper}.{one.factor}" + (".bias" if one.is_bias else "")
+        same["adapter"].setdefault(own, []).append(fqn)
         gathered = wrappers.setdefault(wrapper, _Gathered(layer))
         if one.is_bias:
             gathered.bias = stored[fqn]
         else:
             gathered.factors[one.factor] = stored[fqn]
+    for names in same.values():
+        check_distinct(names)
     modules = tuple(
         LoraModule(found.name, wrapper, found.factors, found.bias) for wrapper, found in sorted(wrappers.items())
     )

@@ -46,7 +46,8 @@ def export(lora: Lora, settings: LoraSettings, targets: list[Target] | None) -> 
         if name.rpartition(".")[2] == "bias" and (
             bias == "all" or (bias == "lora_only" and own.endswith(f".{BASE_LAYER}.bias"))
         ):
-            tensors[PREFIX + own] = tensor
+            # The copy that was trained is in its place, where there is one.
+            tensors.setdefault(PREFIX + own, tensor)
     return Adapter(tensors, _config(lora, settings, targets))
 
 

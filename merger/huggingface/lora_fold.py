@@ -10,8 +10,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from merger.checks import shape_text
+from merger.dtypes import BY_NAME
 from merger.errors import ModelError, Problem
-from merger.huggingface.lora import Lora, LoraModule
+from merger.huggingface.lora import BASE_LAYER, Lora, LoraModule
 from merger.huggingface.lora_settings import LoraSettings
 from merger.operations import AddScaled, Fold, FoldLayout
 from merger.tensors import Computation, StoredTensor, computed
@@ -145,6 +146,44 @@ def find_targets(
         num_experts = weight.shape[0] if "experts" in layouts or "transposed_experts" in layouts else 1
         targets.append(Target(module, name, weight, module.first.shape[0] // num_experts, layout))
     return targets, problems
+
+
+def without_data(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, StoredTensor]:
+    """Tensors of which only names and shapes are known, for `find_targets`."""
+    return {name: StoredTensor(name, BY_NAME["float32"], shape, ()) for name, shape in shapes.items()}
+
+
+def maybe_experts(lora: Lora, settings: LoraSettings) -> list[LoraModule]:
+    """The layers whose factors may be those of several experts: then they have rank x experts rows, not rank.
+
+    peft wraps one wrapper in another only where it wraps parameters, which is how it wraps experts.
+    """
+    nested = {module.wrapper for module in lora.modules if BASE_LAYER in module.wrapper.split(".")}
+    nested |= {wrapper.removesuffix(f".{BASE_LAYER}") for wrapper in nested}
+
+    def has_more_rows(module: LoraModule) -> bool:
+        rank, rows = settings.rank_of(module.name), module.first.shape[0]
+        return rank is not None and rows > rank and rows % rank == 0
+
+    return [
+        module
+        for module in lora.modules
+        if len(module.first.shape) == 2 and not module.is_embedding  # noqa: PLR2004 - a matrix
+        if module.wrapper in nested or has_more_rows(module)
+    ]
+
+
+def unknown_experts(modules: Sequence[LoraModule]) -> Problem:
+    """That layers may be experts, of which nothing says how many there are."""
+    first = modules[0]
+    others = f" (and {len(modules) - 1} more)" if len(modules) > 1 else ""
+    message = (
+        f"has factors of shape {shape_text(first.first.shape)} and {shape_text(first.second.shape)}, which may be "
+        f"those of several experts in one parameter{others}: which one, and of what rank, is not known without the "
+        "model. Put adapter_config.json beside the checkpoint, name a folder with the model's config by --config DIR, "
+        "or the base model by --base DIR."
+    )
+    return Problem("unknown-experts", first.wrapper, message)
 
 
 def _layout(layouts: tuple[FoldLayout, ...], told: Collection[FoldLayout], *, is_turned: bool) -> FoldLayout | None:

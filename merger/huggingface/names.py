@@ -6,7 +6,7 @@ Pure: strings and shapes in, strings and problems out. No torch, no transformers
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import combinations
 
 from merger.errors import CheckpointError, Problem
@@ -49,6 +49,12 @@ def strip_wrappers(fqns: Iterable[str], expected: Collection[str] | None) -> dic
     sources: dict[str, list[str]] = {}
     for fqn, name in stripped.items():
         sources.setdefault(name, []).append(fqn)
+    check_distinct(sources)
+    return stripped
+
+
+def check_distinct(sources: Mapping[str, Sequence[str]]) -> None:
+    """Raises CheckpointError where several saved names became one; `sources` has them all by what they became."""
     problems = [
         Problem(
             "colliding-names",
@@ -61,7 +67,6 @@ def strip_wrappers(fqns: Iterable[str], expected: Collection[str] | None) -> dic
     ]
     if problems:
         raise CheckpointError(problems)
-    return stripped
 
 
 def without_wrapper_parts(fqn: str) -> tuple[str, ...]:

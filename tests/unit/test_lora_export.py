@@ -1,0 +1,71 @@
+"""Adapters as peft writes them, where its own settings are not beside the checkpoint. S15, S23."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+
+import merger
+from merger.errors import ModelError
+from tests.unit.peft_models import EXPERTS, Tensors, base_of, saved, under_peft
+
+META: dict[str, Any] = {"r": 3, "lora_alpha": 12}
+
+
+def adapters_of(model: PeftModel) -> Tensors:
+    """What trainers save that save the adapters alone."""
+    return {name: tensor for name, tensor in model.state_dict().items() if "lora_" in name}
+
+
+def base_folder(model: PeftModel, folder: Path) -> Path:
+    folder.mkdir()
+    save_file(base_of(model), folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def exported(out: Path) -> tuple[Tensors, dict[str, Any]]:
+    folder = out / "lora_adapter"
+    return load_file(folder / "adapter_model.safetensors"), json.loads((folder / "adapter_config.json").read_text())
+
+
+def test_the_rank_of_fused_experts_is_told_by_the_base(tmp_path: Path) -> None:
+    """Their factors have rank x experts rows."""
+    model = under_peft(target_modules=["wide"], target_parameters=EXPERTS)
+    folder = saved(adapters_of(model), tmp_path / "checkpoint", **META)
+    base = base_folder(model, tmp_path / "base")
+    report = merger.merge(folder, tmp_path / "out", base=base, lora="adapter", weights_only=True)
+    _, config = exported(tmp_path / "out")
+    assert (config["r"], config["rank_pattern"]) == (3, {})
+    assert config["target_parameters"] == sorted(EXPERTS)
+    assert report.lora is not None
+    assert report.lora.ranks == {3: 5}
+
+
+@pytest.mark.parametrize("meta", [META, {"lora_alpha": 12}], ids=["with r", "alpha alone"])
+def test_the_rank_of_fused_experts_without_a_base_is_not_guessed(meta: dict[str, Any], tmp_path: Path) -> None:
+    model = under_peft(target_modules=["wide"], target_parameters=["experts.gate_up_proj", "experts.down_proj"])
+    folder = saved(adapters_of(model), tmp_path / "checkpoint", **meta)
+    with pytest.raises(ModelError) as caught:
+        merger.merge(folder, tmp_path / "out")
+    assert str(caught.value) == (
+        "experts: has factors of shape (15, 7) and (6, 15), which may be those of several experts in one parameter "
+        "(and 1 more): which one, and of what rank, is not known without the model. Put adapter_config.json beside the "
+        "checkpoint, name a folder with the model's config by --config DIR, or the base model by --base DIR."
+    )
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_rank_of_experts_is_the_one_that_settings_state(tmp_path: Path) -> None:
+    model = under_peft(target_parameters=["experts.gate_up_proj", "experts.down_proj"])
+    folder = saved(model, tmp_path / "checkpoint")
+    torch.save(adapters_of(model), folder / "model_world_size_1_rank_0.pt")
+    report = merger.merge(folder, tmp_path / "out")
+    assert report.lora is not None
+    assert report.lora.ranks == {3: 2}
+    assert exported(tmp_path / "out")[1]["r"] == 3

@@ -78,6 +78,8 @@ def _merge(options: argparse.Namespace) -> int:
         options.parser.error("give CKPT and OUT (or --local_dir and --target_dir)")
     if options.upload is None and (options.private or options.revision):
         options.parser.error("--private and --revision are for --upload")
+    if options.upload is not None and options.lora == "adapter":
+        options.parser.error("--upload sends a model, and --lora adapter writes none")
     if options.upload is not None:
         merger.check_upload(options.upload)
     with _progress(quiet=options.quiet or options.json) as progress:

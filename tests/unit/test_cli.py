@@ -219,6 +219,10 @@ def test_verls_flags_that_change_nothing_are_taken_and_answered(
             "or 500MB",
         ),
         (["merge", "a", "b", "--private"], "--private and --revision are for --upload"),
+        (
+            ["merge", "a", "b", "--lora", "adapter", "--upload", "me/model"],
+            "--upload sends a model, and --lora adapter writes none",
+        ),
         (["upload", "a"], "the following arguments are required: REPO"),
         (["merge", "a", "b", "--frobnicate"], "unrecognized arguments: --frobnicate"),
     ],

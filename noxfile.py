@@ -128,6 +128,12 @@ def conformance(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none", requires=["dev"])
+def compat(session: nox.Session) -> None:
+    """Merge what other torch releases write: nox -s compat -- 2.15.0 2.9.1 (the newest and 2.9.1)."""
+    run_module(session, "fixtures", "compat", "--folder", session.create_tmp(), *session.posargs)
+
+
+@nox.session(venv_backend="none", requires=["dev"])
 def mutants(session: nox.Session) -> None:
     """Change the merger in telling ways and show that the suite fails for each: nox -s mutants -- checksums."""
     python = session.env_dir.parent / "dev" / "bin" / "python"

@@ -79,6 +79,16 @@ def test_what_is_wrong_there_is_wrong_here(here: Path, tmp_path: Path, capsys: p
     assert "wrong silently   tensors-bools" in capsys.readouterr().out
 
 
+def test_what_should_have_been_made_and_was_not_is_wrong(
+    here: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = json.loads((here / "made.json").read_text())
+    (tmp_path / "made.json").write_text(json.dumps({**made, "failed": ["tensors-columns"]}))
+    words = ["judge", "--made", str(tmp_path), "--command", OWN, "--cases", "tensors-columns"]
+    assert main([*words, "--weights-only-command", OWN_WEIGHTS_ONLY]) == 1
+    assert capsys.readouterr().out.endswith("\n1 of the skipped should have been made: tensors-columns\n")
+
+
 @pytest.mark.parametrize(("own", "state"), [((99, 0), "skipped"), ((2, 0), "FAILED ")])
 def test_a_release_is_excused_for_what_it_lacks_if_it_is_older_than_the_cases(
     own: tuple[int, int], state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

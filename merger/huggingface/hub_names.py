@@ -55,6 +55,15 @@ def check_known(architecture: Architecture) -> None:
     raise ModelError(Problem("no-hub-names", "", message))
 
 
+def renamed_on_hub(layout: HubLayout) -> dict[str, str]:
+    """Names in memory, those of aliases too, to names on the hub, of all tensors of which only the name changes."""
+    return {
+        own: name
+        for name, movement in {**layout.untied, **layout.tied}.items()
+        if (own := stored_name(movement)) is not None and own != name
+    }
+
+
 def on_hub(layout: HubLayout, tensors: Mapping[str, StoredTensor], *, untied: bool) -> OnHub:
     """The tensors of a model in memory, as `save_pretrained` writes them; all others stay as they are, at the end.
 

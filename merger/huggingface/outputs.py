@@ -13,9 +13,9 @@ from math import prod
 from typing import Literal, TypeAlias
 
 from merger.dtypes import BY_NAME, DType
-from merger.errors import ModelError
+from merger.errors import ModelError, Problem
 from merger.huggingface.architecture import Architecture
-from merger.huggingface.hub_names import Names, check_known, on_hub, saved_architecture
+from merger.huggingface.hub_names import Names, check_known, on_hub, renamed_on_hub, saved_architecture
 from merger.huggingface.names import compare_with, ignored_names, strip_wrappers, unexpected_names
 from merger.huggingface.ties import plan_ties, settle_ties
 from merger.plan import Block, OutputTensor
@@ -75,6 +75,8 @@ def choose_outputs(
         chosen = _weights_alone(by_name, naming)
     else:
         chosen = _of_architecture(by_name, architecture, unexpected=unexpected, are_equal=are_equal, naming=naming)
+    if not chosen.tensors:
+        raise ModelError(Problem("no-tensors", "", "no tensor is left to write; is this the folder of the weights?"))
     notes = list(chosen.notes)
     if dtype is not None and dtype not in _CASTABLE:
         notes.append(f"nothing is cast to {dtype}, which is no type to train in; all types are kept as saved")
@@ -171,7 +173,9 @@ def _of_architecture(
     if problems:
         raise ModelError(problems)
     diverged = [alias for first, alias in ties.compare if not are_equal(tensors[first], tensors[alias])]
-    outcome = settle_ties(ties, diverged)
+    is_moved = architecture.hub is not None and naming == "hub" and saved is architecture
+    written = renamed_on_hub(architecture.hub) if architecture.hub is not None and is_moved else {}
+    outcome = settle_ties(ties, diverged, written)
     tensors = {name: tensor for name, tensor in tensors.items() if name not in outcome.drop}
     used = tensors.keys()
     tensors |= {alias: tensors[source] for alias, source in outcome.copies.items()}
@@ -182,7 +186,7 @@ def _of_architecture(
         saved,
         saved.shapes,
         dropped=(*ignored, *sorted(outcome.drop)),
-        tied={alias: first for first, alias in (*ties.compare, *ties.absent)},
+        tied={written.get(alias, alias): written.get(first, first) for first, alias in (*ties.compare, *ties.absent)},
         ties_broken=outcome.broken,
         num_parameters=sum(prod(tensor.shape) for name, tensor in tensors.items() if name not in saved.buffers),
     )
@@ -206,7 +210,6 @@ def _of_architecture(
         notes=(*chosen.notes, *result.notes),
         renamed=result.renamed,
         converted=result.converted,
-        tied={alias: result.renamed.get(first, first) for alias, first in chosen.tied.items()},
     )
 
 

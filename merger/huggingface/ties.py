@@ -6,7 +6,7 @@ bytes can tell whether a tie still holds: `plan_ties` says what to compare, `set
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from merger.errors import Problem
@@ -61,22 +61,28 @@ def plan_ties(architecture: Architecture, names: Collection[str]) -> TiePlan:
     return TiePlan(tuple(compare), tuple(absent), tuple(problems))
 
 
-def settle_ties(plan: TiePlan, diverged: Collection[str]) -> TieOutcome:
+def settle_ties(plan: TiePlan, diverged: Collection[str], written: Mapping[str, str]) -> TieOutcome:
     """Says what to write, given the aliases whose bytes differ from those of their canonical tensor.
+
+    `written` has the names that notes are to use for those of tensors that are written under another one.
 
     One switch, `tie_word_embeddings`, turns off all ties of a model. So one diverged alias has all names written: those
     that were saved as they are, and those that were not as copies of what the tie would have given them.
     """
+
+    def said(name: str) -> str:
+        return written.get(name, name)
+
     if not diverged:
-        notes = [f"{alias} equals {canonical}, to which it is tied; written once" for canonical, alias in plan.compare]
-        notes += [f"{alias} was not saved; it is tied to {canonical}" for canonical, alias in plan.absent]
+        notes = [f"{said(alias)} equals {said(own)}, to which it is tied; written once" for own, alias in plan.compare]
+        notes += [f"{said(alias)} was not saved; it is tied to {said(own)}" for own, alias in plan.absent]
         return TieOutcome(frozenset(alias for _, alias in plan.compare), {}, broken=False, notes=tuple(notes))
     notes = [
-        f"{alias} differs from {canonical}, to which it was tied; both are written and tie_word_embeddings is set to "
-        "false"
-        for canonical, alias in plan.compare
+        f"{said(alias)} differs from {said(own)}, to which it was tied; both are written and tie_word_embeddings is "
+        "set to false"
+        for own, alias in plan.compare
         if alias in diverged
     ]
-    notes += [f"{alias} was not saved; it is written as a copy of {canonical}" for canonical, alias in plan.absent]
+    notes += [f"{said(alias)} was not saved; it is written as a copy of {said(own)}" for own, alias in plan.absent]
     copies = {alias: canonical for canonical, alias in plan.absent}
     return TieOutcome(frozenset(), copies, broken=True, notes=tuple(notes))

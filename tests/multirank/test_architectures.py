@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors import safe_open
 
 import merger
 from fixtures import architectures
@@ -37,17 +38,31 @@ def logits(model: Any) -> torch.Tensor:
         return result
 
 
+def _names(folder: Path) -> set[str]:
+    """The names of the tensors in the files of weights."""
+    found: set[str] = set()
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            found |= {*file.keys()}
+    return found
+
+
 @pytest.mark.parametrize("name", architectures.available())
 def test_a_merge_writes_the_files_that_save_pretrained_of_the_whole_model_writes(
     name: str, architecture_shards: Path, tmp_path: Path
 ) -> None:
     """S4, S12, S18, S19: names, shapes, bytes, ties, which tensor is in which file, and the index."""
     model, merged, saved = architectures.build(name), tmp_path / "merged", tmp_path / "saved"
-    merger.merge(architecture_shards / name, merged, max_shard_size=SHARD_SIZE)
+    report = merger.merge(architecture_shards / name, merged, max_shard_size=SHARD_SIZE)
     model.save_pretrained(saved, max_shard_size=SHARD_SIZE)
     weights = sorted(path.name for path in saved.glob("model*.safetensors*"))
     assert len(weights) > 2
     assert sorted(path.name for path in merged.glob("model*.safetensors*")) == weights
     for file in weights:
         assert (merged / file).read_bytes() == (saved / file).read_bytes(), file
+    # Of a model whose ties are broken it writes the aliases too.
+    untied = {fqn: tensor.clone() for fqn, tensor in model.state_dict().items()}
+    model.save_pretrained(tmp_path / "untied", state_dict=untied)
+    names = [_names(folder) for folder in (saved, tmp_path / "untied")]
+    assert ({*report.tied.values()} <= names[0], {*report.tied}) == (True, names[1] - names[0])
     assert torch.equal(logits(loaded(type(model), merged)), logits(model))

@@ -184,7 +184,7 @@ class TestTies:
     def test_equal_names_are_written_once(self) -> None:
         plan = plan_ties(TIED, TIED.shapes)
         assert plan == TiePlan((("embed.weight", "head.weight"),), (), ())
-        assert settle_ties(plan, diverged=()) == TieOutcome(
+        assert settle_ties(plan, diverged=(), written={}) == TieOutcome(
             drop=frozenset({"head.weight"}),
             copies={},
             broken=False,
@@ -192,7 +192,7 @@ class TestTies:
         )
 
     def test_a_diverged_alias_is_written_and_breaks_the_tie(self) -> None:
-        assert settle_ties(plan_ties(TIED, TIED.shapes), diverged={"head.weight"}) == TieOutcome(
+        assert settle_ties(plan_ties(TIED, TIED.shapes), diverged={"head.weight"}, written={}) == TieOutcome(
             drop=frozenset(),
             copies={},
             broken=True,
@@ -207,7 +207,7 @@ class TestTies:
     def test_a_missing_alias_is_filled_by_the_tie(self) -> None:
         plan = plan_ties(TIED, ["embed.weight", "norm.weight"])
         assert plan == TiePlan((), (("embed.weight", "head.weight"),), ())
-        assert settle_ties(plan, diverged=()) == TieOutcome(
+        assert settle_ties(plan, diverged=(), written={}) == TieOutcome(
             frozenset(), {}, broken=False, notes=("head.weight was not saved; it is tied to embed.weight",)
         )
 
@@ -233,7 +233,7 @@ class TestTies:
 
     def test_one_diverged_alias_has_all_names_of_all_ties_written(self) -> None:
         wanted = architecture({}, ties=(("shared", "encoder", "decoder", "head"), ("bias", "head.bias")))
-        outcome = settle_ties(plan_ties(wanted, ["shared", "encoder", "head", "bias"]), diverged=["head"])
+        outcome = settle_ties(plan_ties(wanted, ["shared", "encoder", "head", "bias"]), diverged=["head"], written={})
         assert outcome == TieOutcome(
             drop=frozenset(),
             copies={"decoder": "shared", "head.bias": "bias"},

@@ -296,6 +296,14 @@ def test_without_an_architecture_nothing_is_checked_or_left_out() -> None:
     assert (outputs.dropped, outputs.notes, outputs.ties_broken) == ((), (AS_SAVED,), False)
 
 
+@pytest.mark.parametrize("expected", [None, architecture()])
+def test_a_model_without_any_tensor_is_refused(expected: Architecture | None) -> None:
+    with pytest.raises(ModelError) as caught:
+        choose(all_stored("w") if expected else {}, expected, unexpected="drop")
+    message = "no tensor is left to write; is this the folder of the weights?"
+    assert caught.value.problems == (Problem("no-tensors", "", message),)
+
+
 # ties
 
 TIED = architecture(EMBEDDING, "w", HEAD, ties=((EMBEDDING, HEAD),))

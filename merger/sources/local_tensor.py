@@ -30,8 +30,8 @@ _MAX_REPEATED = 1 << 28
 class LocalTensor:
     """The tensor that one rank holds: `sizes` and `strides` in elements, and where the first of them lies.
 
-    `byte_offset` is from the start of the file. All elements lie within `record`; an empty tensor may lie in a record
-    of no bytes, or of padding. `device` is where the tensor was when it was saved.
+    `byte_offset` is from the start of the file. All elements lie within `record`, which may have more bytes than these,
+    or none where there are no elements. `device` is where the tensor was when it was saved.
     """
 
     dtype: DType
@@ -89,24 +89,25 @@ class LocalTensors:
         sizes = fields.naturals(args[2], "shape")
         strides = fields.naturals(args[3], "stride")
         self._check_bounds(sizes, strides, offset, num_bytes // dtype.itemsize)
+        # Of an empty tensor nothing is read, and up to torch 2.9 its offset may lead out of a storage of no elements.
         # The same integer object where it can be: half a million of these are kept for a large checkpoint.
-        byte_offset = start + offset * dtype.itemsize if offset else start
+        byte_offset = start + offset * dtype.itemsize if offset and 0 not in sizes else start
         return LocalTensor(dtype, sizes, strides, record, byte_offset, intern(storage.location))
 
     def _check_bounds(self, sizes: tuple[int, ...], strides: tuple[int, ...], offset: int, num_elements: int) -> None:
         """That all elements of a tensor lie in a storage of `num_elements`, and are not many times these."""
         if len(sizes) != len(strides) or len(sizes) > _MAX_DIMS:
             raise MalformedError(f"it has {len(sizes)} sizes and {len(strides)} strides")
-        empty = 0 in sizes
-        last = offset - 1 if empty else offset
-        if not empty:
-            for n, stride in zip(sizes, strides, strict=True):
-                last += (n - 1) * stride
+        if 0 in sizes:
+            return
+        last = offset
+        for n, stride in zip(sizes, strides, strict=True):
+            last += (n - 1) * stride
         if last >= num_elements:
             raise MalformedError(
                 f"its shape {sizes}, stride {strides} and offset {offset} leave its storage of {num_elements} elements"
             )
-        if not empty and prod(sizes) > num_elements:
+        if prod(sizes) > num_elements:
             self._repeats_left -= prod(sizes) - num_elements
             if self._repeats_left < 0:
                 raise MalformedError(

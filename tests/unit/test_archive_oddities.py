@@ -194,6 +194,7 @@ def test_tensors_may_lie_in_their_storages_in_any_way(tmp_path: Path) -> None:
         "other type": torch.arange(8, dtype=torch.int32).view(torch.float32)[3:],
         "empty": flat[50:50],
         "empty with strides": torch.randn(4, 6)[:, 6:],
+        "empty behind its storage": torch.empty(0).as_strided((0, 3), (3, 1), 2),
         "scalar of many": torch.randn(1000)[577],
     }
     torch.save(state, tmp_path / NAME)

@@ -8,22 +8,41 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Concatenate, ParamSpec, TypeVar
 
 import pytest
 
 from fixtures import architectures
 from fixtures.cases import CASES, copy_with_fault, make, writable_copy
-from fixtures.ranks import RankPool
+from fixtures.elsewhere import excuse_for, too_old_for
+from fixtures.ranks import RankFailure, RankPool
 from tests.fuzzing import pytest_pyfunc_call, pytest_terminal_summary
 
 __all__ = ["pytest_pyfunc_call", "pytest_terminal_summary"]  # hooks, which pytest looks for here
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[RankPool]:
     """Real ranks, one pool per test process; they start when a test first runs something on them."""
-    with RankPool(limit=300.0) as ranks:  # other test processes may have the cores
+    with _Pool(limit=300.0) as ranks:  # other test processes may have the cores
         yield ranks
+
+
+class _Pool(RankPool):
+    """Skips a test where an older torch than the pinned one cannot make what it asks for, with what torch said."""
+
+    def run(
+        self, world_size: int, body: Callable[Concatenate[int, int, P], T], *args: P.args, **kwargs: P.kwargs
+    ) -> list[T]:
+        try:
+            return super().run(world_size, body, *args, **kwargs)
+        except RankFailure as error:
+            if reason := excuse_for(error):
+                pytest.skip(reason)
+            raise
 
 
 @pytest.fixture(scope="session")
@@ -35,6 +54,8 @@ def checkpoint(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Call
 
     def made(name: str) -> Path:
         case, out, partial = CASES[name], root / name, root / f"{name}.partial"
+        if reason := too_old_for(case):
+            pytest.skip(reason)
         with _locked(root / f"{name}.lock"):
             if not out.exists():
                 shutil.rmtree(partial, ignore_errors=True)

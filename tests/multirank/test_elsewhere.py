@@ -33,7 +33,7 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert lines == [
         "made     tensors-bools",
         "skipped  tensors-columns",
-        "         torch before 99.1 does not make it right",
+        "         torch before 99.1 makes something else of it",
         "made     tensors-permuted",
     ]
     return out
@@ -44,7 +44,7 @@ def test_what_was_made_says_by_what(here: Path) -> None:
         torch.__version__,
         transformers.__version__,
         ("tensors-bools", "tensors-permuted"),
-        {"tensors-columns": "torch before 99.1 does not make it right"},
+        {"tensors-columns": "torch before 99.1 makes something else of it"},
         (),
     )
     assert sorted(path.name for path in here.iterdir()) == ["made.json", "tensors-bools", "tensors-permuted"]
@@ -57,7 +57,7 @@ def test_a_merger_is_judged_on_what_was_made_elsewhere(here: Path, capsys: pytes
     assert capsys.readouterr().out == (
         "right            tensors-bools                                   S4 S13\n"
         "skipped          tensors-columns                                 S10\n"
-        "                 torch before 99.1 does not make it right\n"
+        "                 torch before 99.1 makes something else of it\n"
         "refused rightly  tensors-permuted                                S22\n"
         "\n"
         "right               1\n"

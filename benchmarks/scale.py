@@ -1,15 +1,15 @@
 """Time and memory of reading, checking and planning checkpoints of many ranks with many tensors.
 
-    python benchmarks/scale.py FOLDER
-    python benchmarks/scale.py FOLDER --sizes 512x1000 --workers 1 4 --layout tp --keep
+    python benchmarks/scale.py FOLDER       # the table in the README
+    python benchmarks/scale.py FOLDER --sizes 512x1000 --workers 1 4 --layout tp --commands merge inspect --keep
 
 The checkpoints are synthetic, but their files are those of `torch.save`: DTensors on a mesh of that many ranks, which
 torch's fake process group makes in one process, with names like a model's and two to eight elements a rank. So there is
 no data to speak of, and what is measured is what grows with ranks and tensors. Each size is made in FOLDER (0.6 kB for
 each tensor of each rank, a minute for 512 x 1000), measured, and removed again unless `--keep`.
 
-Every measurement is a fresh process: `merger merge --dry-run --weights-only`, which reads and checks all headers and
-plans the output; `merger inspect`; and `merger.merge(..., dry_run=True, weights_only=True)` called from Python. CPU
+Every measurement is a fresh process: "merge" is `merger merge --dry-run --weights-only`, which reads and checks all
+headers and plans the output, "inspect" `merger inspect`, and "library" the same as "merge" called from Python. CPU
 seconds are those of a process with its children; the peak is that of the largest process, and "all" is the sum over
 parent and children at the moment when it was largest.
 """
@@ -26,7 +26,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-SIZES = ("64x250", "128x500", "256x1000", "512x1000")
+SIZES = ("64x1000", "128x1000", "256x1000", "512x1000", "512x250", "512x500")
+COMMANDS = ("merge", "inspect", "library")
 
 # Names of the parameters of one layer: name, and whether it is a matrix.
 _LAYER = (
@@ -54,6 +55,7 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="+", default=SIZES, metavar="RANKSxTENSORS")
     parser.add_argument("--workers", nargs="+", type=int, default=[1, 2], metavar="N")
     parser.add_argument("--layout", choices=["fsdp", "hsdp", "tp"], default="fsdp", help="how tensors are spread")
+    parser.add_argument("--commands", nargs="+", choices=COMMANDS, default=["merge"])
     parser.add_argument("--keep", action="store_true", help="leave the checkpoints, and use those that are there")
     options = parser.parse_args()
     print(f"{os.cpu_count()} cores, Python {sys.version.split()[0]}, layout {options.layout}\n")
@@ -68,8 +70,9 @@ def main() -> None:
             _make_elsewhere(checkpoint, num_ranks, num_tensors, options.layout)
             made.touch()
         for workers in options.workers:
-            for name, command in _commands(checkpoint, workers).items():
-                cost = _run(command)
+            commands = _commands(checkpoint, workers)
+            for name in options.commands:
+                cost = _run(commands[name])
                 each = cost.cpu_seconds / num_ranks / num_tensors * 1e6
                 print(
                     f"| {num_ranks} x {num_tensors:,} | {name} | {workers} | {cost.seconds:.1f} | "
@@ -85,8 +88,8 @@ def _commands(checkpoint: Path, workers: int) -> dict[str, list[str]]:
     merger = [sys.executable, "-m", "merger"]
     merge = [*merger, "merge", str(checkpoint), out, "--dry-run", "--weights-only", "--quiet", *count]
     return {
-        "merge --dry-run": merge,
-        "merger.merge": [sys.executable, "-c", _LIBRARY, str(checkpoint), out, str(workers)],
+        "merge": merge,
+        "library": [sys.executable, "-c", _LIBRARY, str(checkpoint), out, str(workers)],
         "inspect": [*merger, "inspect", str(checkpoint), *count],
     }
 

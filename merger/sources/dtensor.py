@@ -1,4 +1,4 @@
-"""What the pickled tensor classes of torch 2.4 to 2.14 mean: where a rank's bytes lie, and which part of what they are.
+"""What the pickled tensor classes of torch 2.4 to 2.15 mean: where a rank's bytes lie, and which part of what they are.
 
 From the inert records of the unpickler to typed ones. No tensor data is read, only the ranks of meshes.
 """

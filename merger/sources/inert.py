@@ -2,7 +2,7 @@
 
 Nothing here is ever called or instantiated on behalf of a file: a known global becomes a `Global`, a call of it a
 `Call`, an object an `Instance`. A global that is not in `KNOWN` is refused by the unpickler. The list is that of the
-classes which torch 2.4 to 2.14 put into state dicts (plain, DTensor and ShardedTensor); it has nothing on it that
+classes which torch 2.4 to 2.15 put into state dicts (plain, DTensor and ShardedTensor); it has nothing on it that
 would be dangerous even to name.
 """
 

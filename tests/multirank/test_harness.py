@@ -51,6 +51,20 @@ def sum_on_a_mesh(_rank: int, _world_size: int, groups_before: int) -> float:
     return float(result.full_tensor().sum())
 
 
+def redistribute(_rank: int, _world_size: int, axes: tuple[str, str]) -> None:
+    """What fills every cache of torch that holds meshes: operations, plans of redistributions, fully_shard."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=axes)
+    tensor = distribute_tensor(torch.arange(16.0).reshape(4, 4), mesh, [Shard(0), Shard(1)])
+    tensor.redistribute(mesh, [Replicate(), Shard(0)]).full_tensor()
+    model = torch.nn.Linear(4, 4)
+    fully_shard(model, mesh=mesh[axes[0]])
+    (model(torch.ones(2, 4)) * 2).sum().backward()
+
+
 def num_threads(_rank: int, _world_size: int) -> int:
     return torch.get_num_threads()
 
@@ -136,6 +150,15 @@ def test_collectives_work_in_worlds_of_each_size_in_one_pool(pool: RankPool) -> 
 def test_a_job_does_not_meet_the_meshes_of_the_job_before(pool: RankPool) -> None:
     """Torch remembers operations by their meshes, and equal meshes have other groups in another job."""
     assert [pool.run(4, sum_on_a_mesh, groups_before) for groups_before in (5, 0)] == [[6.0] * 4] * 2
+
+
+def test_no_thread_of_a_group_outlives_its_job(pool: RankPool) -> None:
+    """They wake up all the time, and after some hundred jobs a rank would do little else."""
+    pool.run(4, redistribute, ("fsdp", "tp"))
+    before = [psutil.Process(pid).num_threads() for pid in pool.pids[:4]]
+    for axes in (("dp", "tp"), ("dp", "cp"), ("dp", "ep")):  # of equal meshes torch would keep the first alone
+        pool.run(4, redistribute, axes)
+    assert [psutil.Process(pid).num_threads() for pid in pool.pids[:4]] == before
 
 
 def test_ranks_start_once_and_only_as_many_as_the_largest_world() -> None:

@@ -127,6 +127,7 @@ def _add_verify(parser: argparse.ArgumentParser, tolerance: float) -> None:
     parser.add_argument("--atol", type=float, default=tolerance, help=f"absolute tolerance ({tolerance:g})")
     parser.add_argument("--rtol", type=float, default=tolerance, help=f"relative tolerance ({tolerance:g})")
     parser.add_argument("--lora-alpha", type=_number, metavar="N", help="alpha of LoRA, where no file states it")
+    parser.add_argument("--quiet", action="store_true", help="print nothing but errors; the exit code is the verdict")
     _add_source_options(parser)
     _add_verl_options(parser)
     parser.add_argument("--test_hf_dir", metavar="REFERENCE", type=Path, help=argparse.SUPPRESS)

@@ -15,7 +15,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -24,6 +24,7 @@ import merger
 from merger import terminal
 from merger.arguments import answered_flags, command_parser
 from merger.errors import MergerError
+from merger.page import Page, is_able, joined, page_of
 
 _OK, _DIFFERENT, _BAD_INPUT, _INTERRUPTED, _TERMINATED = 0, 1, 2, 130, 143
 
@@ -82,7 +83,7 @@ def _merge(options: argparse.Namespace) -> int:
         options.parser.error("--upload sends a model, and --lora adapter writes none")
     if options.upload is not None:
         merger.check_upload(options.upload)
-    with _progress(quiet=options.quiet or options.json) as progress:
+    with _progress("merging", options) as progress:
         report = merger.merge(
             checkpoint,
             output,
@@ -109,18 +110,18 @@ def _merge(options: argparse.Namespace) -> int:
         )
     report = dataclasses.replace(report, notes=(*report.notes, *answered_flags(options)))
     if options.upload is None or options.dry_run:
-        _print(options, report, terminal.merge_text(report))
+        _print(options, report, terminal.merge_text(report, page=_page()))
         return _OK
     if not options.json:
-        _print(options, report, terminal.merge_text(report, is_last=False))
+        _print(options, report, terminal.merge_text(report, is_last=False, page=_page()))
     uploaded = _uploaded(options, report.output, options.upload)
-    _print(options, {**_plain(report), "upload": _plain(uploaded)}, terminal.upload_text(uploaded))
+    _print(options, {**_plain(report), "upload": _plain(uploaded)}, terminal.upload_text(uploaded, page=_page()))
     return _OK
 
 
 def _upload(options: argparse.Namespace) -> int:
     report = _uploaded(options, options.output, options.repo)
-    _print(options, report, terminal.upload_text(report))
+    _print(options, report, terminal.upload_text(report, page=_page()))
     return _OK
 
 
@@ -131,7 +132,7 @@ def _uploaded(options: argparse.Namespace, output: Path, repo: str) -> merger.Up
             repo,
             private=options.private,
             revision=options.revision,
-            show_progress=sys.stderr.isatty() and not (options.quiet or options.json),
+            show_progress=_has_bar(options),
         )
 
 
@@ -169,7 +170,7 @@ def _inspect(options: argparse.Namespace) -> int:
         picture=options.picture,
         overwrite=options.overwrite,
     )
-    _print(options, report, terminal.inspect_text(report))
+    _print(options, report, terminal.inspect_text(report, page=_page()))
     return _BAD_INPUT if report.problems else _OK
 
 
@@ -183,38 +184,42 @@ def _verify(options: argparse.Namespace) -> int:
         options.parser.error("--config and --base are for --source alone")
     if checkpoint is None or reference is None:
         options.parser.error("give CKPT and REFERENCE (or --local_dir and --test_hf_dir)")
-    report = merger.verify(
-        checkpoint,
-        reference,
-        atol=options.atol,
-        rtol=options.rtol,
-        world_size=options.world_size,
-        shard_order=options.shard_order,
-        reduce_partial=options.reduce_partial,
-        lora_alpha=options.lora_alpha,
-        workers=options.workers,
-        logits=options.logits,
-        logits_atol=options.logits_atol,
-    )
+    with _progress("comparing", options) as progress:
+        report = merger.verify(
+            checkpoint,
+            reference,
+            atol=options.atol,
+            rtol=options.rtol,
+            world_size=options.world_size,
+            shard_order=options.shard_order,
+            reduce_partial=options.reduce_partial,
+            lora_alpha=options.lora_alpha,
+            workers=options.workers,
+            logits=options.logits,
+            logits_atol=options.logits_atol,
+            progress=progress,
+        )
     report = dataclasses.replace(report, notes=(*report.notes, *answered_flags(options)))
-    _print(options, report, terminal.verify_text(report))
+    _print(options, report, terminal.verify_text(report, page=_page()))
     return _OK if report.is_equal else _DIFFERENT
 
 
 def _verify_merge(options: argparse.Namespace, output: Path) -> int:
     if options.atol or options.rtol or options.logits:
         options.parser.error("--source compares bit for bit: leave out --atol, --rtol and --logits")
-    report = merger.verify_merge(
-        output,
-        options.source,
-        config=options.config,
-        base=options.base,
-        world_size=options.world_size,
-        shard_order=options.shard_order,
-        reduce_partial=options.reduce_partial,
-        workers=options.workers,
-    )
-    _print(options, report, terminal.verify_text(report))
+    with _progress("comparing", options) as progress:
+        report = merger.verify_merge(
+            output,
+            options.source,
+            config=options.config,
+            base=options.base,
+            world_size=options.world_size,
+            shard_order=options.shard_order,
+            reduce_partial=options.reduce_partial,
+            workers=options.workers,
+            progress=progress,
+        )
+    _print(options, report, terminal.verify_text(report, is_merge=True, page=_page()))
     return _OK if report.is_equal else _DIFFERENT
 
 
@@ -248,22 +253,42 @@ def _plain(report: Any) -> dict[str, Any]:  # noqa: ANN401 - any of the reports
 def _fail(options: argparse.Namespace, message: str, problems: list[dict[str, str]]) -> int:
     if options.json:
         print(json.dumps({"error": message, "problems": problems}, indent=2))
-    print("\n".join(map(terminal.printable, f"merger: error: {message}".splitlines())), file=sys.stderr)
+    page = page_of(sys.stderr, os.environ)
+    if not sys.stderr.isatty():
+        page = dataclasses.replace(page, width=sys.maxsize)  # a log keeps a message on the line that it is searched by
+    print(joined(page.message("merger: error: ", message, "bad")), file=sys.stderr)
     return _BAD_INPUT
 
 
+def _page() -> Page:
+    return page_of(sys.stdout, os.environ)
+
+
+def _has_bar(options: argparse.Namespace) -> bool:
+    """Whether stderr is a terminal that can show one, and something is to be printed."""
+    return is_able(sys.stderr, os.environ) and not (options.quiet or options.json)
+
+
 @contextmanager
-def _progress(*, quiet: bool) -> Iterator[Callable[[int, int], None] | None]:
-    """A bar in bytes on the terminal; none where stderr is no terminal."""
-    if quiet:
+def _progress(what: str, options: argparse.Namespace) -> Iterator[Callable[[int, int], None] | None]:
+    """A bar in bytes, with the rate and the time left; none where `_has_bar` says so."""
+    if not _has_bar(options):
         yield None
         return
     from tqdm import tqdm
 
-    with tqdm(unit="B", unit_scale=True, desc="merging", leave=False, dynamic_ncols=True, disable=None) as bar:
+    with ExitStack() as stack:
+        bar: tqdm[NoReturn] | None = None
 
         def show(done: int, total: int) -> None:
-            bar.total = total
+            nonlocal bar
+            if bar is None:
+                # No wider than a report; and some terminals break a line that fills the last column.
+                columns = page_of(sys.stderr, os.environ).width - 1
+                bar = tqdm(total=total, unit="B", unit_scale=True, desc=what, leave=False, ncols=columns, ascii=True)
+                stack.enter_context(bar)
             bar.update(done - bar.n)
+            if done == total:  # between, it is drawn ten times a second
+                bar.refresh()
 
         yield show

@@ -1,20 +1,21 @@
-"""Reports as text for people: lines of at most 80 columns that read the same in a terminal and in a log."""
+"""Reports as text for people: what stands on which line, and what to do next at the end. `page.py` breaks the lines."""
 
 from __future__ import annotations
 
-import shlex
-import textwrap
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from merger.adapters import LoraSummary
 from merger.checks import grid_text, limit_problems, ranks_text, shape_text
 from merger.huggingface.hub import UploadReport
 from merger.inspect import InspectReport, MeshSummary, TensorSummary
+from merger.page import Page, joined, printable
 from merger.report import MergeReport
+from merger.sources.safetensors_files import FORMAT as MODEL_DIRECTORY
 from merger.verify import TensorComparison, VerifyReport
 
-_WIDTH = 80
+# A page for a log.
+_PLAIN = Page()
 # How many tensors that differ are listed before the rest are counted.
 _MAX_DIFFERENCES = 20
 # How many ranks of a mesh are written out.
@@ -23,104 +24,122 @@ _MAX_MESH_RANKS = 16
 _MAX_MESH_COPIES = 3
 
 
-def merge_text(report: MergeReport, *, is_last: bool = True) -> str:
+def merge_text(report: MergeReport, *, is_last: bool = True, page: Page = _PLAIN) -> str:
     """What a merge did, and, where nothing else `is_last`, what to do next."""
     would = "would merge" if report.dry_run else "merged"
     files = _counted(len(report.weight_files), "file")
     lines = [
-        f"{would} {_counted(report.world_size, 'rank')} of {report.checkpoint}",
-        f"  into      {report.output}",
-        *_wrapped("  tensors   ", f"{report.num_tensors:,}: {_counts(report.dtypes)}"),
-        f"  weights   {size_text(report.num_bytes)} in {files}",
+        *page.naming(f"{would} {_counted(report.world_size, 'rank')} of", report.checkpoint, "heading"),
+        *page.line(f"  into      {report.output}"),
+        *page.wrapped("  tensors   ", f"{report.num_tensors:,}: {_counts(report.dtypes)}"),
+        *page.wrapped("  weights   ", f"{size_text(report.num_bytes)} in {files}"),
     ]
     if report.lora is not None:
-        lines += _wrapped("  lora      ", _lora_text(report.lora))
+        lines += page.wrapped("  lora      ", _lora_text(report.lora))
     if report.casts:
-        lines += _wrapped("  cast      ", _counts(report.casts))
+        lines += page.wrapped("  cast      ", _counts(report.casts))
     if report.side_files:
-        lines += _wrapped("  beside    ", ", ".join(report.side_files))
+        lines += page.wrapped("  beside    ", ", ".join(report.side_files))
     for note in report.notes:
-        lines += _wrapped("  note      ", note)
+        lines += page.wrapped("  note      ", note)
     if report.dry_run:
-        lines.append("nothing was written (--dry-run)")
+        lines += page.line("nothing was written (--dry-run)", "good")
+        lines += page.line("next: the same command without --dry-run")
     elif is_last:
-        lines.append(
-            f"next: merger verify {shlex.quote(str(report.output))} --source {shlex.quote(str(report.checkpoint))}"
-        )
-    return _text(lines)
+        output, checkpoint = str(report.output), str(report.checkpoint)
+        lines += page.command("next: ", ["merger", "verify"], [output], ["--source", checkpoint])
+    return joined(lines)
 
 
-def upload_text(report: UploadReport) -> str:
+def upload_text(report: UploadReport, *, page: Page = _PLAIN) -> str:
     """What was uploaded, and where it is now."""
+    sent = f"{_counted(report.num_files, 'file')}, {size_text(report.num_bytes)}"
     lines = [
-        f"uploaded {_counted(report.num_files, 'file')}, {size_text(report.num_bytes)}, of {report.output}",
-        f"  to        {report.url}",
-        f"  commit    {report.commit}",
+        *page.naming(f"uploaded {sent}, of", report.output, "heading"),
+        *page.line(f"  to        {report.url}"),
+        *page.line(f"  commit    {report.commit}"),
     ]
     if report.deleted:
-        lines += _wrapped("  deleted   ", ", ".join(report.deleted))
+        lines += page.wrapped("  deleted   ", ", ".join(report.deleted))
     model = f'"{report.repo}"' + (f', revision="{report.revision}"' if report.revision != "main" else "")
-    lines.append(f"next: AutoModel.from_pretrained({model})")
-    return _text(lines)
+    lines += page.line(f"next: AutoModel.from_pretrained({model})")
+    return joined(lines)
 
 
-def inspect_text(report: InspectReport) -> str:
+def inspect_text(report: InspectReport, *, page: Page = _PLAIN) -> str:
     """What a checkpoint is."""
+    files = f"({_counted(report.num_files, 'file')}, {size_text(report.file_bytes)})"
     lines = [
-        str(report.checkpoint),
-        f"  format    {report.format}",
-        f"  ranks     {report.world_size} ({_counted(report.num_files, 'file')}, {size_text(report.file_bytes)})",
+        *page.line(str(report.checkpoint), "heading"),
+        *page.wrapped("  format    ", report.format),
+        *page.wrapped("  ranks     ", f"{report.world_size} {files}"),
     ]
     for mesh in report.meshes:
-        lines += _wrapped("  mesh      ", _mesh_text(mesh))
-    lines.append(
-        f"  tensors   {report.num_tensors:,}, {report.num_elements:,} elements, {size_text(report.num_bytes)} merged"
-    )
-    lines += _wrapped("  dtypes    ", _counts(report.dtypes) or "none")
-    lines += _one_by_one("  placed    ", [f"{number:,} {name}" for name, number in report.placements.items()])
+        lines += page.wrapped("  mesh      ", _mesh_text(mesh))
+    elements = f"{report.num_elements:,} elements, {size_text(report.num_bytes)} merged"
+    lines += page.wrapped("  tensors   ", f"{report.num_tensors:,}, {elements}")
+    lines += page.wrapped("  dtypes    ", _counts(report.dtypes) or "none")
+    lines += page.items("  placed    ", [f"{number:,} {name}" for name, number in report.placements.items()])
     if report.lora is not None:
-        lines += _wrapped("  lora      ", _lora_text(report.lora))
-    lines.append(f"  config    {report.config_dir or 'none'}")
+        lines += page.wrapped("  lora      ", _lora_text(report.lora))
+    lines += page.line(f"  config    {report.config_dir or 'none'}")
     for note in report.notes:
-        lines += _wrapped("  note      ", note)
+        lines += page.wrapped("  note      ", note)
     if report.picture is not None:
-        lines.append(f"  picture   {report.picture}")
+        lines += page.line(f"  picture   {report.picture}")
     if report.tensors:
-        lines += ["", *_listing(report.tensors)]
+        lines += ["", *_listing(report.tensors, page)]
     if report.problems:
-        lines += ["", f"{_counted(len(report.problems), 'fault')}; it cannot be merged as it is:"]
+        faults = f"{_counted(len(report.problems), 'fault')}; it cannot be merged as it is:"
+        lines += ["", *page.wrapped("", faults, "bad")]
         for problem in limit_problems(report.problems):
-            lines += _wrapped("  - ", str(problem))
+            lines += page.wrapped("  - ", str(problem))
+        again = "mend that, then look again by the same command"
+        lines += page.wrapped("next: ", again if len(report.problems) == 1 else again.replace("that", "these", 1))
     else:
-        lines.append("no fault found (headers only; a merge also verifies the checksums of all data)")
-    return _text(lines)
+        found = "no fault found (headers only; a merge also verifies the checksums of all data)"
+        lines += page.wrapped("", found, "good")
+        lines += _after_inspection(report, page)
+    return joined(lines)
 
 
-def verify_text(report: VerifyReport) -> str:
-    """How a checkpoint compares with a reference."""
-    lines = [f"{report.checkpoint}", f"  against   {report.reference}"]
+def _after_inspection(report: InspectReport, page: Page) -> list[str]:
+    checkpoint = str(report.checkpoint)
+    if report.format == MODEL_DIRECTORY:
+        return page.command("next: ", ["merger", "verify"], ["CKPT"], [checkpoint])
+    merge = (["merger", "merge"], [checkpoint], ["OUT"])
+    if report.config_dir is None:
+        return page.command("next: ", *merge, ["--config", "DIR"])
+    return page.command("next: ", *merge)
+
+
+def verify_text(report: VerifyReport, *, is_merge: bool = False, page: Page = _PLAIN) -> str:
+    """How a checkpoint compares with a reference; where it `is_merge`, how an output does with what it was made of."""
+    lines = [*page.line(str(report.checkpoint), "heading"), *page.line(f"  against   {report.reference}")]
     for note in report.notes:
-        lines += _wrapped("  note      ", note)
+        lines += page.wrapped("  note      ", note)
     by_status: dict[str, list[TensorComparison]] = {}
     for comparison in report.comparisons:
         by_status.setdefault(comparison.status, []).append(comparison)
     rounded = Counter(comparison.detail for comparison in by_status.get("equal", []) if comparison.detail != "equal")
     for detail, number in rounded.items():
-        lines += _wrapped("  note      ", f"{_counted(number, 'tensor')}: {detail}")
-    lines.append(f"  compared  {_counts({status: len(found) for status, found in by_status.items()}) or 'nothing'}")
+        lines += page.wrapped("  note      ", f"{_counted(number, 'tensor')}: {detail}")
+    counts = _counts({status: len(found) for status, found in by_status.items()})
+    lines += page.wrapped("  compared  ", counts or "nothing")
     bad = [comparison for comparison in report.comparisons if comparison.status not in ("equal", "close")]
     for comparison in bad[:_MAX_DIFFERENCES]:
-        lines += _wrapped("  - ", f"{comparison.name}: {comparison.detail}")
+        lines += page.wrapped("  - ", f"{comparison.name}: {comparison.detail}")
     if len(bad) > _MAX_DIFFERENCES:
-        lines.append(f"  - and {len(bad) - _MAX_DIFFERENCES} more")
+        lines += page.line(f"  - and {len(bad) - _MAX_DIFFERENCES} more")
     close = [comparison for comparison in report.comparisons if comparison.status == "close"]
     if close:
         worst = max(close, key=lambda comparison: comparison.max_difference or 0.0)
-        lines += _wrapped("  largest   ", f"{worst.max_difference:.6g} within the tolerances, in {worst.name}")
+        lines += page.wrapped("  largest   ", f"{worst.max_difference:.6g} within the tolerances, in {worst.name}")
     if report.logits is not None:
-        lines += _wrapped("  logits    ", report.logits.detail)
-    lines.append(_verdict(report, len(bad)))
-    return _text(lines)
+        lines += page.wrapped("  logits    ", report.logits.detail)
+    lines += page.wrapped("", _verdict(report, len(bad)), "good" if report.is_equal else "bad")
+    lines += _after_merge_check(report, page) if is_merge else _after_comparison(report, bad, page)
+    return joined(lines)
 
 
 def _verdict(report: VerifyReport, num_bad: int) -> str:
@@ -130,6 +149,23 @@ def _verdict(report: VerifyReport, num_bad: int) -> str:
     if not num_bad:
         return f"not the same: the logits, though {_counted(total, 'tensor')} are"
     return f"not the same: {_counted(num_bad, 'tensor')} of {total:,}"
+
+
+def _after_merge_check(report: VerifyReport, page: Page) -> list[str]:
+    output, checkpoint = str(report.checkpoint), str(report.reference)
+    if report.is_equal:
+        return page.command("next: ", ["merger", "upload"], [output], ["REPO"])
+    return page.command("next: ", ["merger", "merge"], [checkpoint], [output], ["--overwrite"])
+
+
+def _after_comparison(report: VerifyReport, bad: Sequence[TensorComparison], page: Page) -> list[str]:
+    if report.is_equal:
+        return page.command("next: ", ["merger", "upload"], [str(report.reference)], ["REPO"])
+    if any(comparison.status != "differs" for comparison in bad):
+        return page.command("next: ", ["merger", "inspect"], [str(report.checkpoint)], ["--tensors", "*"])
+    if bad:
+        return page.wrapped("next: ", "if they may be that far apart, say how far by --atol and --rtol")
+    return page.wrapped("next: ", "if they may be that far apart, say how far by --logits-atol")
 
 
 def size_text(num_bytes: int) -> str:
@@ -181,25 +217,17 @@ def _mesh_ranks_text(shape: Sequence[int], ranks: Sequence[int]) -> str:
     return f"{len(ranks)} ranks ({', '.join(map(str, ranks[:3]))}, ..., {ranks[-1]})"
 
 
-def _listing(tensors: Sequence[TensorSummary]) -> list[str]:
+def _listing(tensors: Sequence[TensorSummary], page: Page) -> list[str]:
     """A tensor per line in columns; where that is too wide, what it is goes to a line below its name."""
     about = [f"{tensor.dtype} {shape_text(tensor.shape)}  {tensor.placements}" for tensor in tensors]
-    width = max(len(tensor.name) for tensor in tensors)
-    lines = [f"  {tensor.name:{width}}  {text}" for tensor, text in zip(tensors, about, strict=True)]
-    if max(map(len, lines)) <= _WIDTH:
+    names = [printable(tensor.name) for tensor in tensors]
+    width = max(map(len, names))
+    lines = [f"  {name:{width}}  {text}" for name, text in zip(names, about, strict=True)]
+    if max(map(len, lines)) <= page.width:
         return lines
-    return [line for tensor, text in zip(tensors, about, strict=True) for line in (f"  {tensor.name}", f"    {text}")]
-
-
-def _text(lines: Iterable[str]) -> str:
-    return "\n".join(map(printable, lines))
-
-
-def printable(line: str) -> str:
-    """Escapes what a terminal would obey rather than show: names come from files that are not to be trusted."""
-    if line.isprintable():
-        return line
-    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in line)
+    return [
+        line for name, text in zip(names, about, strict=True) for line in (f"  {name}", *page.wrapped("    ", text))
+    ]
 
 
 def _counts(counts: Mapping[str, int]) -> str:
@@ -208,23 +236,3 @@ def _counts(counts: Mapping[str, int]) -> str:
 
 def _counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
-
-
-def _one_by_one(first: str, items: Sequence[str]) -> Iterable[str]:
-    """All items on one line, or where they are too long each on its own."""
-    joined = first + (", ".join(items) or "none")
-    if len(joined) <= _WIDTH:
-        return [joined]
-    rest = " " * len(first)
-    return [line for at, item in enumerate(items) for line in _wrapped(rest if at else first, item)]
-
-
-def _wrapped(first: str, text: str) -> Iterable[str]:
-    return textwrap.wrap(
-        text,
-        _WIDTH,
-        initial_indent=first,
-        subsequent_indent=" " * len(first),
-        break_long_words=False,
-        break_on_hyphens=False,
-    )

@@ -135,12 +135,16 @@ def verify(
             pairs.append((name, ours.get(held_by_ties.get(canonical.get(name, ""), "")), tensor))
     total, done = sum(num_bytes(tensor) for _, tensor, _ in pairs if tensor is not None), 0
     comparisons = []
+
+    def count(at: int) -> None:
+        if progress is not None:
+            progress(done + at, total)
+
     with SourceReader() as reader:
         for name, own, other in pairs:
-            comparisons.append(_compare(reader, name, own, other, atol=atol, rtol=rtol))
+            comparisons.append(_compare(reader, name, own, other, atol=atol, rtol=rtol, count=count))
             done += num_bytes(own) if own is not None else 0
-            if progress is not None:
-                progress(done, total)
+            count(0)
     size = sum(num_bytes(tensor) for tensor in ours.values())
     computed = compare_logits(source.path, target.path, tolerance=logits_atol) if logits else None
     return VerifyReport(source.path, target.path, tuple(comparisons), size, (*source.located, *notes), computed)
@@ -185,8 +189,16 @@ def _canonical_names(architecture: Architecture | None) -> dict[str, str]:
 
 
 def _compare(
-    reader: SourceReader, name: str, ours: StoredTensor | None, theirs: StoredTensor | None, *, atol: float, rtol: float
+    reader: SourceReader,
+    name: str,
+    ours: StoredTensor | None,
+    theirs: StoredTensor | None,
+    *,
+    atol: float,
+    rtol: float,
+    count: Callable[[int], None],
 ) -> TensorComparison:
+    """`count` is called with the number of bytes of `ours` compared so far."""
     import torch
 
     if theirs is None:
@@ -209,8 +221,10 @@ def _compare(
     if ours.dtype != theirs.dtype and not castable:
         detail = f"is {dtypes[0]}, the reference is {dtypes[1]}"
         return TensorComparison(name, "differs", *dtypes, None, detail)
-    equal, close, largest = True, True, 0.0
+    equal, close, largest, compared = True, True, 0.0, 0
     for left, right in _paired_bands(reader, ours, theirs):
+        compared += left.nbytes
+        count(compared)
         rounded = left.to(right.dtype)
         if torch.equal(rounded.view(torch.uint8), right.view(torch.uint8)):
             continue

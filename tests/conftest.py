@@ -24,6 +24,14 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _no_forced_colour() -> Iterator[None]:
+    """What the command prints into a pipe has no colour, though whoever runs the tests may want theirs in colour."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("FORCE_COLOR", raising=False)
+        yield
+
+
 @pytest.fixture(scope="session")
 def pool() -> Iterator[RankPool]:
     """Real ranks, one pool per test process; they start when a test first runs something on them."""

@@ -101,14 +101,14 @@ def test_the_public_names_are_a_decision() -> None:
             "verify",
             {
                 "--atol", "--rtol", "--source", "--config", "--base", "--lora-alpha", "--world-size", "--shard-order",
-                "--reduce-partial", "--workers", "--json", "--logits", "--logits-atol",
+                "--reduce-partial", "--workers", "--json", "--logits", "--logits-atol", "--quiet",
             },
         ),
         (
             "test",
             {
                 "--atol", "--rtol", "--lora-alpha", "--world-size", "--shard-order", "--reduce-partial", "--workers",
-                "--json",
+                "--json", "--quiet",
             },
         ),
         ("upload", {"--private", "--revision", "--quiet", "--json"}),
@@ -122,23 +122,36 @@ def test_the_flags_are_a_decision(command: str, flags: set[str], capsys: pytest.
     assert {word for word in words if word.startswith("--")} == flags | {"--help"}
 
 
-def test_merge_says_what_it_did(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "out"
-    assert main(["merge", str(CHECKPOINT), str(out), "--weights-only"]) == 0
+def test_merge_says_what_it_did(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(CHECKPOINT, "ckpt")
+    assert main(["merge", "ckpt", "out", "--weights-only"]) == 0
     printed = capsys.readouterr()
     assert printed.out == (
-        f"merged 4 ranks of {CHECKPOINT}\n"
-        f"  into      {out}\n"
+        "merged 4 ranks of ckpt\n"
+        "  into      out\n"
         "  tensors   17: 16 float32, 1 int64\n"
         "  weights   3.94 kB in 1 file\n"
         "  note      names and shapes are as saved: those of the hub need a config\n"
-        f"next: merger verify {out} --source {CHECKPOINT}\n"
+        "next: merger verify out --source ckpt\n"
     )
     assert printed.err == ""
 
 
 def test_quiet_prints_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["merge", str(CHECKPOINT), str(tmp_path / "out"), "--weights-only", "--quiet"]) == 0
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_quiet_verification_has_its_exit_code_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = str(tmp_path / "out")
+    assert main(["merge", str(ARCHIVES / "2.14.1" / "fsdp2_1d_w4"), out, "--weights-only", "--quiet"]) == 0
+    for other, code in (("fsdp2_1d_w4", 0), ("fsdp2_uneven_w4", 1)):
+        case = str(ARCHIVES / "2.14.1" / other)
+        assert main(["verify", case, out, "--quiet"]) == code
+        assert main(["verify", out, "--source", case, "--quiet"]) == code
     assert capsys.readouterr() == ("", "")
 
 
@@ -180,7 +193,7 @@ def test_verls_flags_work_unchanged(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert main([*merge, "--weights-only"]) == 0
     test = ["test", "--backend", "fsdp", "--local_dir", str(CHECKPOINT), "--test_hf_dir", out]
     assert main(test) == 0
-    assert capsys.readouterr().out.endswith("the same: 17 tensors, 3.94 kB\n")
+    assert "\nthe same: 17 tensors, 3.94 kB\nnext: merger upload " in capsys.readouterr().out
 
 
 def test_verls_flags_that_change_nothing_are_taken_and_answered(

@@ -10,6 +10,7 @@ import pytest
 from merger.errors import Problem
 from merger.huggingface.logits import LogitsComparison
 from merger.inspect import InspectReport, MeshSummary, TensorSummary
+from merger.page import Page
 from merger.report import MergeReport
 from merger.terminal import inspect_text, merge_text, size_text, verify_text
 from merger.verify import TensorComparison, VerifyReport
@@ -74,6 +75,9 @@ COMPARED = VerifyReport(
 )
 
 
+AS_REFERENCE = "next: merger upload /models/qwen REPO"
+
+
 def compared(*comparisons: TensorComparison) -> VerifyReport:
     return replace(COMPARED, comparisons=(*COMPARED.comparisons, *comparisons))
 
@@ -122,12 +126,21 @@ def test_a_dry_run_says_that_nothing_was_written() -> None:
         "  tensors   1: 1 float32",
         "  weights   988.10 MB in 1 file",
         "nothing was written (--dry-run)",
+        "next: the same command without --dry-run",
     ]
 
 
 def test_the_next_command_can_be_pasted_whatever_the_paths() -> None:
     report = replace(MERGED, checkpoint=Path("/my runs/a"), output=Path("/out/it's"))
     assert lines_of(merge_text(report))[-1] == "next: merger verify '/out/it'\"'\"'s' --source '/my runs/a'"
+
+
+def test_a_next_command_that_is_too_long_goes_on_below_and_can_still_be_pasted() -> None:
+    report = replace(MERGED, checkpoint=Path("/a-long-way/" * 5), output=Path("/models/one/of/many"))
+    assert lines_of(merge_text(report))[-2:] == [
+        "next: merger verify /models/one/of/many \\",
+        "        --source /a-long-way/a-long-way/a-long-way/a-long-way/a-long-way",
+    ]
 
 
 # inspect
@@ -145,6 +158,7 @@ def test_an_inspection_says_what_a_checkpoint_is() -> None:
         "  placed    289 (Replicate(), Shard(0)), 1 (Shard(0)), 1 on every rank",
         "  config    /run/global_step_10/actor/huggingface",
         "no fault found (headers only; a merge also verifies the checksums of all data)",
+        "next: merger merge /run/global_step_10/actor OUT",
     ]
 
 
@@ -178,6 +192,7 @@ def test_an_inspection_lists_faults_and_notes() -> None:
         "2 faults; it cannot be merged as it is:",
         "  - /run/actor: rank 2 of 4 is missing (found ranks 0, 1 and 3); copy it here",
         "  - norm.weight: no rank holds [2:4]",
+        "next: mend these, then look again by the same command",
     ]
 
 
@@ -191,6 +206,7 @@ def test_tensors_that_were_asked_for_stand_in_columns() -> None:
         "  model.norm.weight  float32 (896)  (Shard(0))",
         "  step               int64 ()  on every rank",
         "no fault found (headers only; a merge also verifies the checksums of all data)",
+        "next: merger merge /run/global_step_10/actor OUT",
     ]
 
 
@@ -206,6 +222,7 @@ def test_where_columns_are_too_wide_each_tensor_takes_two_lines() -> None:
         "  step",
         "    int64 ()  on every rank",
         "no fault found (headers only; a merge also verifies the checksums of all data)",
+        "next: merger merge /run/global_step_10/actor OUT",
     ]
 
 
@@ -280,7 +297,7 @@ def test_control_characters_in_names_are_shown_and_not_obeyed() -> None:
     tensors = (TensorSummary("a\x1b[2Jb\nno fault found\u202e", "int64", (), "on every rank", 1),)
     text = lines_of(inspect_text(replace(INSPECTED, tensors=tensors)))
     assert text[10] == "  a\\x1b[2Jb\\nno fault found\\u202e  int64 ()  on every rank"
-    assert len(text) == 12
+    assert len(text) == 13
 
 
 # verify
@@ -292,6 +309,7 @@ def test_equal_checkpoints_are_the_same() -> None:
         "  against   /models/qwen",
         "  compared  2 equal",
         "the same: 2 tensors, 272.00 kB",
+        AS_REFERENCE,
     ]
 
 
@@ -317,6 +335,7 @@ def test_tensors_equal_after_rounding_are_counted_by_what_was_rounded() -> None:
         "            rounding",
         "  compared  3 equal",
         "the same: 3 tensors, 272.00 kB",
+        AS_REFERENCE,
     ]
 
 
@@ -329,6 +348,7 @@ def test_the_largest_difference_within_the_tolerances_is_named() -> None:
         "  compared  2 equal, 2 close",
         "  largest   0.000123457 within the tolerances, in b",
         "the same: 4 tensors, 272.00 kB",
+        AS_REFERENCE,
     ]
 
 
@@ -348,6 +368,7 @@ def test_what_differs_is_listed_and_counted() -> None:
         "  - d: (5), not in the checkpoint",
         "  - e: (6), not in the checkpoint",
         "not the same: 5 tensors of 7",
+        "next: merger inspect /run/global_step_10/actor --tensors '*'",
     ]
 
 
@@ -364,30 +385,86 @@ def test_logits_have_a_line_of_their_own_and_a_part_in_the_verdict() -> None:
         "  compared  2 equal",
         "  logits    largest difference 0.25, tolerance 0.001; 16 tokens (seed 0)",
         "not the same: the logits, though 2 tensors are",
+        "next: if they may be that far apart, say how far by --logits-atol",
     ]
     near = replace(far, is_close=True)
-    assert lines_of(verify_text(replace(COMPARED, logits=near)))[-1] == "the same: 2 tensors, 272.00 kB"
+    assert lines_of(verify_text(replace(COMPARED, logits=near)))[-2] == "the same: 2 tensors, 272.00 kB"
 
 
 def test_past_twenty_differences_the_rest_are_counted() -> None:
     many = (TensorComparison(f"w.{n}", "differs", "int8", "int8", 1.0, "largest difference 1") for n in range(23))
     lines = lines_of(verify_text(compared(*many)))
     assert lines[3:5] == ["  - w.0: largest difference 1", "  - w.1: largest difference 1"]
-    assert lines[22:] == ["  - w.19: largest difference 1", "  - and 3 more", "not the same: 23 tensors of 25"]
+    assert lines[22:] == [
+        "  - w.19: largest difference 1",
+        "  - and 3 more",
+        "not the same: 23 tensors of 25",
+        "next: if they may be that far apart, say how far by --atol and --rtol",
+    ]
 
 
 def test_one_tensor_is_not_many() -> None:
     report = replace(COMPARED, comparisons=COMPARED.comparisons[:1])
-    assert lines_of(verify_text(report))[-1] == "the same: 1 tensor, 272.00 kB"
+    assert lines_of(verify_text(report))[-2] == "the same: 1 tensor, 272.00 kB"
     bad = TensorComparison("a", "differs", "int8", "int8", 1.0, "largest difference 1")
-    assert lines_of(verify_text(replace(COMPARED, comparisons=(bad,))))[-1] == "not the same: 1 tensor of 1"
+    assert lines_of(verify_text(replace(COMPARED, comparisons=(bad,))))[-2] == "not the same: 1 tensor of 1"
 
 
 def test_where_there_is_nothing_to_compare_it_is_said() -> None:
     assert lines_of(verify_text(replace(COMPARED, comparisons=(), num_bytes=0)))[2:] == [
         "  compared  nothing",
         "the same: 0 tensors, 0 bytes",
+        AS_REFERENCE,
     ]
+
+
+def test_of_a_merge_that_is_checked_the_next_step_is_to_upload_it_or_to_merge_again() -> None:
+    report = replace(COMPARED, checkpoint=Path("/out"), reference=Path("/ckpt"))
+    assert lines_of(verify_text(report, is_merge=True))[-1] == "next: merger upload /out REPO"
+    bad = replace(report, comparisons=(TensorComparison("a", "differs", "int8", "int8", None, "1 of 2"),))
+    assert lines_of(verify_text(bad, is_merge=True))[-1] == "next: merger merge /ckpt /out --overwrite"
+
+
+def test_after_an_inspection_the_next_step_is_one_that_can_be_done() -> None:
+    assert lines_of(inspect_text(replace(INSPECTED, config_dir=None)))[-1] == (
+        "next: merger merge /run/global_step_10/actor OUT --config DIR"
+    )
+    model = replace(INSPECTED, format="Hugging Face model directory")
+    assert lines_of(inspect_text(model))[-1] == "next: merger verify CKPT /run/global_step_10/actor"
+    one = replace(INSPECTED, problems=(Problem("hole", "norm.weight", "no rank holds [2:4]"),))
+    assert lines_of(inspect_text(one))[-1] == "next: mend that, then look again by the same command"
+
+
+# pages
+
+
+@pytest.mark.parametrize("width", [40, 60, 80])
+def test_no_line_is_wider_than_the_page(width: int) -> None:
+    tensors = (TensorSummary("model.norm.weight", "float32", (896,), "(Replicate(), Shard(0))", 4),)
+    short = Path("/run/actor")
+    page = Page(width)
+    merged = replace(MERGED, checkpoint=short, side_files=("config.json", "tokenizer.json"))
+    inspected = replace(INSPECTED, checkpoint=short, config_dir=short, tensors=tensors)
+    unlike = replace(compared(TensorComparison("a", "shape", None, None, None, "other")), checkpoint=short)
+    for text in (
+        merge_text(merged, page=page),
+        inspect_text(inspected, page=page),
+        verify_text(unlike, page=page),
+    ):
+        assert [line for line in text.split("\n") if len(line) > width] == []
+
+
+def test_a_coloured_page_has_bold_headings_and_a_green_or_red_verdict() -> None:
+    page = Page(is_coloured=True)
+    good = verify_text(COMPARED, page=page).split("\n")
+    assert good[0] == "\x1b[1m/run/global_step_10/actor\x1b[0m"
+    assert good[-2] == "\x1b[32mthe same: 2 tensors, 272.00 kB\x1b[0m"
+    bad = verify_text(compared(TensorComparison("a", "shape", None, None, None, "shape (2), not (3)")), page=page)
+    assert bad.split("\n")[-2] == "\x1b[31mnot the same: 1 tensor of 3\x1b[0m"
+    # What a name holds is shown, not obeyed, on such a page too.
+    named = replace(COMPARED, checkpoint=Path("/\x1b[31mred"))
+    assert verify_text(named, page=page).split("\n")[0] == "\x1b[1m/\\x1b[31mred\x1b[0m"
+    assert "\x1b" not in verify_text(named)
 
 
 # sizes

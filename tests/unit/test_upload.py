@@ -110,11 +110,12 @@ def held(hub: Hub, name: str = f"{OWNER}/qwen", branch: str = "main") -> dict[st
 
 
 def test_a_model_arrives_whole_in_a_repository_that_is_made_for_it(run: Command, hub: Hub, model: Path) -> None:
-    code, out, err = run("upload", model, f"{OWNER}/qwen", "--private")
+    run.monkeypatch.chdir(model.parent)
+    code, out, err = run("upload", "out", f"{OWNER}/qwen", "--private")
     size = sum(map(len, content(model).values()))
     assert (code, err) == (0, "")
     assert out == (
-        f"uploaded 4 files, {size / 1000:.2f} kB, of {model}\n"
+        f"uploaded 4 files, {size / 1000:.2f} kB, of out\n"
         f"  to        {hub.endpoint}/{OWNER}/qwen\n"
         f"  commit    {2:040x}\n"
         f'next: AutoModel.from_pretrained("{OWNER}/qwen")\n'
@@ -175,7 +176,7 @@ def test_weights_of_an_earlier_upload_go_and_other_files_stay(run: Command, hub:
     hub.repos[f"{OWNER}/qwen"] = Repo(branches={"main": dict(old)})
     code, out, _ = run("upload", model, f"{OWNER}/qwen")
     assert code == 0
-    assert out.splitlines()[3:5] == [
+    assert out.splitlines()[-3:-1] == [
         "  deleted   model-00003-of-00003.safetensors, model.safetensors,",
         "            pytorch_model.bin",
     ]
@@ -186,7 +187,7 @@ def test_weights_of_an_earlier_upload_go_and_other_files_stay(run: Command, hub:
 def test_a_branch_is_made_where_it_is_not(run: Command, hub: Hub, model: Path) -> None:
     code, out, err = run("upload", model, f"{OWNER}/qwen", "--revision", "step-100")
     assert (code, err) == (0, "")
-    assert out.splitlines()[1] == f"  to        {hub.endpoint}/{OWNER}/qwen/tree/step-100"
+    assert out.splitlines()[-3] == f"  to        {hub.endpoint}/{OWNER}/qwen/tree/step-100"
     assert out.splitlines()[-1] == f'next: AutoModel.from_pretrained("{OWNER}/qwen", revision="step-100")'
     assert held(hub, branch="step-100") == content(model)
     assert held(hub) == {}
@@ -198,7 +199,6 @@ def test_a_merge_uploads_what_it_made(run: Command, hub: Hub, tmp_path: Path) ->
     words = ("merge", CASE, out, "--weights-only", "--upload", f"{OWNER}/qwen", "--private")
     code, printed, err = run(*words)
     assert (code, err) == (0, "")
-    assert printed.splitlines()[0] == f"merged 4 ranks of {CASE}"
     assert [line.partition(" ")[0] for line in printed.splitlines() if not line.startswith(" ")] == [
         "merged",
         "uploaded",
@@ -335,7 +335,7 @@ def test_a_dry_run_checks_the_token_and_sends_nothing(run: Command, hub: Hub, tm
     words = ("merge", CASE, tmp_path / "out", "--weights-only", "--dry-run", "--upload", "qwen")
     code, out, _ = run(*words)
     assert code == 0
-    assert out.splitlines()[-1] == "nothing was written (--dry-run)"
+    assert out.splitlines()[-2] == "nothing was written (--dry-run)"
     assert hub.requests == [("GET", "/api/whoami-v2")]
 
 

@@ -5,6 +5,11 @@ model with the checkpoint that it was merged from. All raise `MergerError`, or o
 wrong.
 """
 
+from merger.starting import guard_start
+
+guard_start()  # before all other imports, which take their time
+
+# ruff: noqa: E402 - the guard comes first
 from merger.errors import (
     ArchiveError,
     CheckpointError,

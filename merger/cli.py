@@ -25,8 +25,9 @@ from merger import terminal
 from merger.arguments import answered_flags, command_parser
 from merger.errors import MergerError
 from merger.page import Page, is_able, joined, page_of
+from merger.starting import INTERRUPTED, INTERRUPTED_CODE, end_guard
 
-_OK, _DIFFERENT, _BAD_INPUT, _INTERRUPTED, _TERMINATED = 0, 1, 2, 130, 143
+_OK, _DIFFERENT, _BAD_INPUT, _TERMINATED = 0, 1, 2, 143
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -41,6 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _terminate)
     try:
+        end_guard()
         code: int = options.run(options)
     except MergerError as error:
         return _fail(options, str(error), [dataclasses.asdict(problem) for problem in error.problems])
@@ -51,8 +53,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         return _fail(options, str(error), [])
     except KeyboardInterrupt:
-        print("merger: interrupted; nothing half-made was left behind", file=sys.stderr)
-        return _INTERRUPTED
+        print(INTERRUPTED, file=sys.stderr)
+        return INTERRUPTED_CODE
     except _TerminatedError:
         print("merger: terminated; nothing half-made was left behind", file=sys.stderr)
         return _TERMINATED
@@ -149,7 +151,7 @@ def _leaving_at_once() -> Iterator[None]:
             file=sys.stderr,
             flush=True,
         )
-        os._exit(_INTERRUPTED if number == signal.SIGINT else _TERMINATED)
+        os._exit(INTERRUPTED_CODE if number == signal.SIGINT else _TERMINATED)
 
     before = {number: signal.signal(number, leave) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:

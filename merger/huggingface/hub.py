@@ -7,6 +7,7 @@ HF_ENDPOINT and HF_HUB_OFFLINE from the environment when it is imported.
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import re
 import shlex
@@ -16,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
+from urllib.parse import quote
 
 from merger.errors import Problem, UploadError
 
@@ -78,13 +80,14 @@ def send(folder: Path, repo: str, *, private: bool, revision: str | None, show_p
                 api.create_branch(name, branch=branch, exist_ok=True)
             there = api.list_repo_files(name, revision=branch)
             stale = tuple(sorted(file for file in there if _WEIGHTS.fullmatch(file) and file not in files))
-            done = api.upload_folder(
-                repo_id=name,
-                folder_path=str(folder),
-                revision=branch,
-                commit_message="Upload model",
-                delete_patterns=list(stale) or None,
-            )
+            with _protocol(api, name, branch):
+                done = api.upload_folder(
+                    repo_id=name,
+                    folder_path=str(folder),
+                    revision=branch,
+                    commit_message="Upload model",
+                    delete_patterns=list(stale) or None,
+                )
     return UploadReport(
         output=folder,
         repo=name,
@@ -105,6 +108,31 @@ def _refuse_public(api: Any, name: str, *, private: bool) -> None:  # noqa: ANN4
             "its settings on the Hub, or choose another name"
         )
         _refuse("repo-public", name, message)
+
+
+@contextmanager
+def _protocol(api: Any, name: str, branch: str) -> Iterator[None]:  # noqa: ANN401 - as `_api` has it
+    """Lets huggingface_hub send by git-lfs where the Hub, such as one within a company, has no storage of Xet.
+
+    With the package hf_xet it takes that for granted. Asks for the token that Xet would ask for, and raises what the
+    Hub answers: told by Xet, it would be an error of the network.
+    """
+    from huggingface_hub import constants
+    from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
+
+    if getattr(constants, "HF_HUB_DISABLE_XET", True) or importlib.util.find_spec("hf_xet") is None:
+        yield
+        return
+    url = f"{api.endpoint}/api/models/{name}/xet-write-token/{quote(branch, safe='')}"
+    answer = get_session().get(url, headers=build_hf_headers())
+    has_xet = answer.status_code != 404  # noqa: PLR2004 - as below, the numbers are those of HTTP
+    if has_xet:
+        hf_raise_for_status(answer)
+    constants.HF_HUB_DISABLE_XET = not has_xet
+    try:
+        yield
+    finally:
+        constants.HF_HUB_DISABLE_XET = False
 
 
 def _api(repo: str, resume: str) -> Any:  # noqa: ANN401 - untyped upstream in some releases
@@ -132,18 +160,33 @@ def _speaking(repo: str, ending: str) -> Iterator[None]:
     except UploadError:
         raise
     except Exception as error:
-        if (status := _status(error)) is not None:
-            kind, message = _answered(status, error)
-            raise UploadError(Problem(kind, repo, message + ending)) from error
-        if type(error).__module__.partition(".")[0] in _NETWORK_PACKAGES or isinstance(
-            error, ConnectionError | TimeoutError
-        ):
-            from huggingface_hub import constants
+        # What fails in a thread that sends comes wrapped in an error of its own.
+        causes = list(_causes(error))
+        for cause in causes:
+            if (status := _status(cause)) is not None:
+                kind, message = _answered(status, cause)
+                raise UploadError(Problem(kind, repo, message + ending)) from error
+        for cause in causes:
+            if _is_of_network(cause):
+                from huggingface_hub import constants
 
-            message = f"the Hub cannot be reached at {constants.ENDPOINT} ({_one_line(error)})"
-            raise UploadError(Problem("no-network", repo, message + ending)) from error
+                message = f"the Hub cannot be reached at {constants.ENDPOINT} ({_one_line(cause)})"
+                raise UploadError(Problem("no-network", repo, message + ending)) from error
         message = f"the upload failed ({type(error).__name__}: {_one_line(error)})"
         raise UploadError(Problem("upload-failed", repo, message + ending)) from error
+
+
+def _causes(error: BaseException) -> Iterator[Exception]:
+    """An error, and what it was raised from."""
+    cause: BaseException | None = error
+    while isinstance(cause, Exception):
+        yield cause
+        cause = cause.__cause__
+
+
+def _is_of_network(error: Exception) -> bool:
+    module = type(error).__module__.partition(".")[0]
+    return module in _NETWORK_PACKAGES or isinstance(error, ConnectionError | TimeoutError)
 
 
 def _answered(status: int, error: Exception) -> tuple[str, str]:
@@ -159,6 +202,10 @@ def _answered(status: int, error: Exception) -> tuple[str, str]:
             "the Hub has no such repository or revision, or does not show it to this access token (404); check the "
             "name and the token"
         )
+    if status == 429:  # noqa: PLR2004
+        return "too-many-requests", "the Hub has had too many requests of late (429); wait for some minutes"
+    if status >= 500:  # noqa: PLR2004
+        return "hub-down", f"the Hub cannot answer now, through a fault of its own ({status}); try again later"
     return "upload-failed", f"the Hub answered with an error ({status}: {_one_line(error)})"
 
 

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+from urllib.parse import unquote
 
 TOKEN = "hf_token_of_the_tests"
 OWNER = "somebody"
@@ -38,6 +39,7 @@ class Repo:
 class Hub:
     """The state of the server. `requests` are (method, path) as they came; `refusals` map a part of a path to a status.
 
+    `hiccups` map a part of a path to the statuses of the next answers, after which all goes well.
     With `held`, only the first large file is taken in; others wait until it is set, and are lost.
     """
 
@@ -46,6 +48,7 @@ class Hub:
         self.objects: dict[str, bytes] = {}
         self.requests: list[tuple[str, str]] = []
         self.refusals: dict[str, int] = {}
+        self.hiccups: dict[str, list[int]] = {}
         self.held: threading.Event | None = None
         self.has_begun = threading.Event()
         self.endpoint = ""
@@ -97,6 +100,11 @@ class _Handler(BaseHTTPRequestHandler):
             return
         with self.hub.lock:
             self.hub.requests.append((method, path))
+        with self.hub.lock:
+            hiccups = [left.pop(0) for part, left in self.hub.hiccups.items() if part in path and left]
+        if hiccups:
+            self._answer(hiccups[0], {"error": "not now"})
+            return
         for part, status in self.hub.refusals.items():
             if part in path:
                 self._answer(status, {"error": f"refused with {status}"})
@@ -154,7 +162,7 @@ class _Handler(BaseHTTPRequestHandler):
         found = re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/(revision|tree|branch|preupload|commit)/([^/]+))?", path)
         if found is None or found[1] not in self.hub.repos:
             return 404, {"error": "Repository not found"}
-        repo, action, revision = self.hub.repos[found[1]], found[2], found[3] or "main"
+        repo, action, revision = self.hub.repos[found[1]], found[2], unquote(found[3] or "main")
         if action == "branch":
             if revision in repo.branches:
                 return 409, {"error": "Reference already exists"}

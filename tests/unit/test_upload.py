@@ -2,7 +2,7 @@
 
 huggingface_hub reads its settings from the environment when it is imported, so most tests set what it read. The Hub
 here speaks the plain protocol of git-lfs; that of Xet, which huggingface_hub takes where the package hf_xet is
-installed, is switched off.
+installed, is switched off but in the tests that say so.
 """
 
 from __future__ import annotations
@@ -162,6 +162,89 @@ def test_an_interrupted_upload_goes_on_with_what_is_missing(
     assert held(hub) == content(model)
     assert len(hub.puts()) == 1
     assert kept not in hub.puts()
+
+
+def test_a_killed_upload_goes_on_with_what_is_missing(run: Command, hub: Hub, model: Path, tmp_path: Path) -> None:
+    hub.held = threading.Event()
+    started = process(hub, tmp_path / "home", "upload", model, "qwen")
+    assert hub.has_begun.wait(60)
+    started.kill()
+    started.communicate(timeout=60)
+    assert started.returncode == -signal.SIGKILL
+    hub.held.set()
+    hub.held = None
+    (kept,), hub.requests[:] = hub.objects, []
+    assert run("upload", model, "qwen")[0] == 0
+    assert held(hub) == content(model)
+    assert len(hub.puts()) == 1
+    assert kept not in hub.puts()
+
+
+@pytest.mark.parametrize("status", [429, 500, 503])
+@pytest.mark.parametrize("part", ["/object/", "objects/batch", "preupload/main"])
+def test_a_hub_that_is_busy_for_a_moment_is_asked_again(
+    *, run: Command, hub: Hub, model: Path, part: str, status: int
+) -> None:
+    run.monkeypatch.setattr("time.sleep", lambda _seconds: None)
+    hub.hiccups[part] = [status]
+    code, _, err = run("upload", model, "qwen")
+    assert (code, err) == (0, "")
+    assert hub.hiccups[part] == []
+    assert held(hub) == content(model)
+
+
+@pytest.mark.parametrize(
+    ("status", "message"),
+    [
+        (429, "the Hub has had too many requests of late (429); wait for some minutes"),
+        (500, "the Hub cannot answer now, through a fault of its own (500); try again later"),
+        (503, "the Hub cannot answer now, through a fault of its own (503); try again later"),
+    ],
+)
+def test_a_hub_that_stays_busy_is_said(*, run: Command, hub: Hub, model: Path, status: int, message: str) -> None:
+    run.monkeypatch.setattr("time.sleep", lambda _seconds: None)
+    hub.refusals["/object/"] = status
+    code, out, err = run("upload", model, f"{OWNER}/qwen")
+    assert (code, out) == (2, "")
+    assert err == (
+        f"merger: error: {OWNER}/qwen: {message}; {model} is whole, go on with: merger upload {model} {OWNER}/qwen\n"
+    )
+    assert held(hub) == {}
+
+
+def test_a_hub_without_xet_is_sent_the_files_by_git_lfs(run: Command, hub: Hub, model: Path) -> None:
+    """huggingface_hub takes Xet for granted where hf_xet is installed, which it asks for itself on most machines."""
+    run.monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", False)
+    run.monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    code, out, err = run("upload", model, "qwen", "--revision", "a/b")
+    assert (code, err) == (0, ""), out
+    assert ("GET", f"/api/models/{OWNER}/qwen/xet-write-token/a%2Fb") in hub.requests
+    assert held(hub, branch="a/b") == content(model)
+    assert constants.HF_HUB_DISABLE_XET is False
+
+
+def test_what_a_hub_with_xet_refuses_is_said_as_elsewhere(run: Command, hub: Hub, model: Path) -> None:
+    run.monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", False)
+    run.monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    ending = f"; {model} is whole, go on with: merger upload {model} {OWNER}/qwen\n"
+    for status, message in ((401, f"the Hub does not accept the access token (401): {ADVICE}"), (403, FORBIDDEN)):
+        hub.refusals["xet-write-token"] = status
+        assert run("upload", model, f"{OWNER}/qwen") == (
+            2,
+            "",
+            f"merger: error: {OWNER}/qwen: {message}{ending}",
+        )
+
+
+@pytest.mark.parametrize("switch", ["0", "1"])
+def test_an_upload_works_with_the_settings_of_a_new_machine_and_without_xet(
+    *, hub: Hub, model: Path, tmp_path: Path, switch: str
+) -> None:
+    started = process(hub, tmp_path / "home", "upload", model, "qwen", HF_HUB_DISABLE_XET=switch)
+    _, err = started.communicate(timeout=60)
+    assert (started.returncode, err) == (0, "")
+    assert held(hub) == content(model)
+    assert len(hub.puts()) == 2
 
 
 def test_weights_of_an_earlier_upload_go_and_other_files_stay(run: Command, hub: Hub, model: Path) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
@@ -20,6 +21,9 @@ _ANSWERS = {
 }
 
 Run: TypeAlias = Callable[[argparse.Namespace], int]
+
+# How alike a flag has to be to be asked for: --shard-size is 0.86 like --max-shard-size, chance gives 0.7.
+_LIKENESS = 0.75
 
 # What verl's own `test` allows, for those who come with its flags.
 _VERL_TOLERANCE = 1e-6
@@ -46,6 +50,25 @@ def command_parser(runs: Mapping[str, Run]) -> argparse.ArgumentParser:
     for name, command in commands.choices.items():
         command.set_defaults(run=runs[name], parser=command)
     return parser
+
+
+def parsed(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Namespace:
+    """What `words` ask of a parser of all commands; exits with 2 and a hint where they err."""
+    options, unknown = parser.parse_known_args(words)
+    if "" in words:
+        options.parser.error("an argument is empty; is a variable of the shell not set?")
+    if unknown:
+        options.parser.error(f"unrecognized arguments: {' '.join(unknown)}; {_hint(options.parser, unknown[0])}")
+    return options
+
+
+def _hint(parser: argparse.ArgumentParser, word: str) -> str:
+    if not word.startswith("-"):
+        return "a path with blanks has to be quoted"
+    shown = [name for name in parser.format_help().replace(",", " ").split() if name.startswith("--")]
+    if near := difflib.get_close_matches(word.partition("=")[0], shown, 1, _LIKENESS):
+        return f"is it {near[0]}?"
+    return f"{parser.prog} --help lists them"
 
 
 def answered_flags(options: argparse.Namespace) -> tuple[str, ...]:

@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 
 import merger
 from merger import terminal
-from merger.arguments import answered_flags, command_parser
+from merger.arguments import answered_flags, command_parser, parsed
 from merger.errors import MergerError
 from merger.page import Page, is_able, joined, page_of
 from merger.starting import INTERRUPTED, INTERRUPTED_CODE, end_guard
@@ -32,9 +32,10 @@ _OK, _DIFFERENT, _BAD_INPUT, _TERMINATED = 0, 1, 2, 143
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit code."""
-    options = command_parser(
+    parser = command_parser(
         {"merge": _merge, "inspect": _inspect, "verify": _verify, "test": _verify, "upload": _upload}
-    ).parse_args(arguments)
+    )
+    options = parsed(parser, sys.argv[1:] if arguments is None else arguments)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             # A name that the terminal's encoding lacks must not fail a merge that is complete.

@@ -237,7 +237,14 @@ def test_verls_flags_that_change_nothing_are_taken_and_answered(
             "--upload sends a model, and --lora adapter writes none",
         ),
         (["upload", "a"], "the following arguments are required: REPO"),
-        (["merge", "a", "b", "--frobnicate"], "unrecognized arguments: --frobnicate"),
+        (
+            ["merge", "a", "b", "--frobnicate"],
+            "unrecognized arguments: --frobnicate; merger merge --help lists them",
+        ),
+        (["merge", "a", "b", "--shard-size=5GB"], "unrecognized arguments: --shard-size=5GB; is it --max-shard-size?"),
+        (["merge", "a", "b", "c"], "unrecognized arguments: c; a path with blanks has to be quoted"),
+        (["merge", "", "b"], "an argument is empty; is a variable of the shell not set?"),
+        (["verify", "a", "--source"], "argument --source: expected one argument"),
     ],
 )
 def test_a_wrong_call_exits_2_and_says_why(
@@ -247,6 +254,39 @@ def test_a_wrong_call_exits_2_and_says_why(
         main(arguments)
     assert caught.value.code == 2
     assert capsys.readouterr().err.splitlines()[-1].split(": error: ")[1] == message
+
+
+@pytest.mark.parametrize("name", ["with blanks", "\u00fc \u8bed\u8a00", "it's", "-", "a\nb"])
+def test_paths_may_hold_what_a_shell_or_a_terminal_would_take_amiss(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint, out = tmp_path / name / "ckpt", tmp_path / name / "out"
+    shutil.copytree(CHECKPOINT, checkpoint)
+    assert main(["merge", str(checkpoint), str(out), "--weights-only"]) == 0
+    assert main(["verify", str(out), "--source", str(checkpoint)]) == 0
+    assert (out / "model.safetensors").exists()
+    assert capsys.readouterr().err == ""
+
+
+def test_a_name_that_the_file_system_cannot_hold_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / ("x" * 300)
+    assert main(["merge", str(CHECKPOINT), str(out), "--weights-only"]) == 2
+    assert capsys.readouterr().err == (
+        f"merger: error: {out}: cannot be written (File name too long); nothing was left there; make room or choose "
+        "another place\n"
+    )
+
+
+def test_a_checkpoint_is_no_place_for_its_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "ckpt"
+    shutil.copytree(CHECKPOINT, folder)
+    before = {path: path.read_bytes() for path in folder.iterdir()}
+    for place in (folder, tmp_path / "ckpt" / ".." / "ckpt"):
+        assert main(["merge", str(folder), str(place), "--weights-only", "--overwrite"]) == 2
+        assert capsys.readouterr().err == (
+            f"merger: error: {place}: is, or contains, what is to be read; choose another directory\n"
+        )
+    assert {path: path.read_bytes() for path in folder.iterdir()} == before
 
 
 def test_a_hostile_pickle_is_refused_by_name_and_nothing_runs(

@@ -259,14 +259,17 @@ def _one_line(text: str) -> str:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Keeps the warnings and the log of transformers, which are advice to those who run the model, off the terminal."""
+    """Keeps warnings, log and bars of transformers, which are for those who run the model, off the terminal."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from transformers.utils import logging
 
-        before = logging.get_verbosity()
+        before, had_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
         logging.set_verbosity(logging.CRITICAL)
+        logging.disable_progress_bar()
         try:
             yield
         finally:
             logging.set_verbosity(before)
+            if had_bars:
+                logging.enable_progress_bar()

@@ -88,7 +88,9 @@ def test_logits_of_the_same_weights_are_the_same(
     for name in ("a", "b"):
         merger.merge(checkpoint(TIED) / "checkpoint", tmp_path / name)
     assert main(["verify", str(tmp_path / "a"), str(tmp_path / "b"), "--logits"]) == 0
-    assert capsys.readouterr().out.splitlines()[2:6] == [
+    printed = capsys.readouterr()
+    assert printed.err == ""
+    assert printed.out.splitlines()[2:6] == [
         "  compared  26 equal",
         "  logits    largest difference 0, tolerance 0.001; 16 tokens (seed 0), in",
         "            float32",

@@ -15,6 +15,7 @@ from merger.checkpoint import Checkpoint
 from merger.errors import Faults, MergerError, ModelError, Problem
 from merger.huggingface.architecture import Architecture
 from merger.huggingface.expected import expected_architecture
+from merger.huggingface.in_memory import fitting
 from merger.huggingface.lora import Lora, find_lora, has_lora, holds_base, listed
 from merger.huggingface.lora_export import FOLDER, Adapter, export
 from merger.huggingface.lora_fold import (
@@ -135,7 +136,8 @@ def plan_lora(
         return None
     folders = [source.path, *([source.config_dir] if source.config_dir is not None else [])]
     settings = read_settings(folders, alpha=alpha)
-    weights = lora.base if base is None else base.tensors
+    layers = frozenset(module.name for module in lora.modules)
+    weights = lora.base if base is None else fitting(architecture, base.tensors, layers)
     known = {**weights, **lora.originals}
     conv1d: frozenset[str] = frozenset() if architecture is None else architecture.conv1d
     targets = find_targets(lora, known, settings, conv1d)[0] if known else _told_by_config(lora, settings, config_dir)

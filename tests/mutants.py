@@ -72,8 +72,8 @@ MUTANTS = (
     Mutant(
         "any local size is taken (S11)",
         "merger/sources/rank_part.py",
-        "    if fits:\n        return None\n",
-        "    if fits or not fits:\n        return None\n",
+        "    if fits or (0 in sizes and 0 in held.sizes):\n",
+        "    if fits or not fits:\n",
         "tests/multirank/test_faults.py",
     ),
     Mutant(

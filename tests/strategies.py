@@ -149,7 +149,10 @@ def _fully_sharded(draw: st.DrawFn, spec: TensorSpec, world_size: int) -> Tensor
     mesh_shape = draw(_mesh_shapes(world_size, len(axes)))
     sizes = dict(zip(axes, mesh_shape, strict=True))
     num_dims = len(spec.shape)
-    tp_dim = draw(st.sampled_from([0, *range(num_dims), None])) if "tp" in sizes else None
+    tp = sizes.get("tp", 1)
+    # Where tensor parallelism leaves a rank nothing, the piece loses its shape and `full_tensor()` fails.
+    wide = [dim for dim in range(num_dims) if (tp - 1) * -(-spec.shape[dim] // tp) < spec.shape[dim]]
+    tp_dim = draw(st.sampled_from([*wide[:1], *wide, None])) if "tp" in sizes else None
     num_parts = [sizes["tp"] if dim == tp_dim else 1 for dim in range(num_dims)]
     # It demands that dims other than the first divide.
     dims = [dim for dim in range(num_dims) if dim == 0 or spec.shape[dim] % (sizes["fsdp"] * num_parts[dim]) == 0]

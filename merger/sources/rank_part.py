@@ -186,7 +186,10 @@ def _check_rank(archive: Archive) -> tuple[Problem, ...]:
 
 
 def _check_local(entry: DTensor, rank: int, held: Holding) -> Problem | None:
-    """Whether the local tensor has the size that its placements say, exactly or padded to the first rank's."""
+    """Whether the local tensor has the size that its placements say, exactly or padded to the first rank's.
+
+    Of an empty piece that is all: `fully_shard` over tensor parallelism that left a rank nothing says (0, 0).
+    """
     sizes = entry.local.sizes
     if entry.local.dtype != entry.dtype:
         return Problem(
@@ -197,7 +200,7 @@ def _check_local(entry: DTensor, rank: int, held: Holding) -> Problem | None:
     fits = len(sizes) == len(held.sizes) and all(
         size in (exact, padded) for size, exact, padded in zip(sizes, held.sizes, held.padded_sizes, strict=True)
     )
-    if fits:
+    if fits or (0 in sizes and 0 in held.sizes):
         return None
     where = ", ".join(range_text(piece.offsets, piece.sizes) for piece in held.pieces) or "nothing"
     return Problem(

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 import merger
+from fixtures import layouts
 from fixtures.layouts import TensorSpec, full_value, save_dtensors
 from fixtures.partials import save_partials
 from fixtures.permuted import Way, save_permuted
@@ -28,6 +29,16 @@ def saved(pool: RankPool, folder: Path, specs: Sequence[TensorSpec], world_size:
 def merged(folder: Path, out: Path, **options: object) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
     merger.merge(folder, out, weights_only=True, **options)  # type: ignore[arg-type]
     return {name: bits(tensor) for name, tensor in load_file(out / "model.safetensors").items()}
+
+
+def save_ungathered(rank: int, world_size: int, specs: Sequence[TensorSpec], folder: str) -> list[tuple[int, ...]]:
+    """Saves what torch itself cannot gather; returns the shapes of the local tensors."""
+    state = {}
+    for spec in specs:
+        mesh = layouts._mesh(spec.mesh_shape, spec.mesh_ranks, spec.axis_names)
+        state[spec.name] = layouts._distributed(spec, mesh)
+    torch.save(state, Path(folder) / f"model_world_size_{world_size}_rank_{rank}.pt")
+    return [tuple(tensor.to_local().shape) for tensor in state.values()]  # type: ignore[attr-defined]
 
 
 def refusal(folder: Path, out: Path) -> str:
@@ -67,6 +78,20 @@ def test_each_tensor_has_a_mesh_of_its_own(pool: RankPool, tmp_path: Path) -> No
         TensorSpec("whole", (3,), "bool", 6, (2, 2), (0, 1, 2, 3), (None, None)),
     ]
     folder = saved(pool, tmp_path / "checkpoint", specs)
+    assert merged(folder, tmp_path / "out") == {spec.name: bits(full_value(spec)) for spec in specs}
+
+
+def test_empty_pieces_may_have_lost_their_shape(pool: RankPool, tmp_path: Path) -> None:
+    """Of what tensor parallelism left nothing, `fully_shard` makes (0, 0); `full_tensor()` fails on it."""
+    mesh = {"mesh_shape": (2, 2), "mesh_ranks": (0, 1, 2, 3), "axis_names": ("fsdp", "tp"), "kind": "fully_shard"}
+    specs = [
+        TensorSpec("rowwise", (4, 1), "float32", 1, placements=(0, 1), **mesh),  # type: ignore[arg-type]
+        TensorSpec("colwise", (1, 3), "bfloat16", 2, placements=(layouts.Strided(0, 2), 0), **mesh),  # type: ignore[arg-type]
+    ]
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    shapes = pool.run(4, save_ungathered, specs, str(folder))
+    assert shapes[1] == shapes[3] == [(0, 0), (0, 3)]
     assert merged(folder, tmp_path / "out") == {spec.name: bits(full_value(spec)) for spec in specs}
 
 

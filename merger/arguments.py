@@ -20,6 +20,11 @@ _ANSWERS = {
     "--use_cpu_initialization": "no model is initialised, and no GPU is used",
 }
 
+_ANSWERS_TO_VERIFY = {
+    **_ANSWERS,
+    "--is-value-model": "what is compared are the tensors, and they have their names from config.json",
+}
+
 Run: TypeAlias = Callable[[argparse.Namespace], int]
 
 # How alike a flag has to be to be asked for: --shard-size is 0.86 like --max-shard-size, chance gives 0.7.
@@ -73,9 +78,10 @@ def _hint(parser: argparse.ArgumentParser, word: str) -> str:
 
 def answered_flags(options: argparse.Namespace) -> tuple[str, ...]:
     """A sentence for each flag that was given and changes nothing."""
+    answers: Mapping[str, str] = options.answers
     return tuple(
         f"{flag} changes nothing: {why}"
-        for flag, why in _ANSWERS.items()
+        for flag, why in answers.items()
         if getattr(options, flag.removeprefix("--").replace("-", "_"))
     )
 
@@ -109,6 +115,11 @@ def _add_merge(parser: argparse.ArgumentParser) -> None:
         default="hub",
         help="write the names and shapes of the hub, or those of the checkpoint (hub)",
     )
+    parser.add_argument(
+        "--is-value-model",
+        action="store_true",
+        help="it is a critic: take the class for token classification, whatever config.json says",
+    )
     parser.add_argument("--no-checksum", action="store_true", help="do not verify the CRC-32 of what is copied")
     parser.add_argument(
         "--check-replicas", action="store_true", help="read and compare replicas in full, not by checksum only"
@@ -128,7 +139,7 @@ def _add_merge(parser: argparse.ArgumentParser) -> None:
     _add_upload_options(parser)
     parser.add_argument("--quiet", action="store_true", help="print nothing but errors")
     _add_source_options(parser)
-    _add_verl_options(parser)
+    _add_verl_options(parser, _ANSWERS)
     parser.add_argument("--target_dir", metavar="OUT", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--hf_upload_path", metavar="REPO", dest="upload", help=argparse.SUPPRESS)
 
@@ -152,7 +163,7 @@ def _add_verify(parser: argparse.ArgumentParser, tolerance: float) -> None:
     parser.add_argument("--lora-alpha", type=_number, metavar="N", help="alpha of LoRA, where no file states it")
     parser.add_argument("--quiet", action="store_true", help="print nothing but errors; the exit code is the verdict")
     _add_source_options(parser)
-    _add_verl_options(parser)
+    _add_verl_options(parser, _ANSWERS_TO_VERIFY)
     parser.add_argument("--test_hf_dir", metavar="REFERENCE", type=Path, help=argparse.SUPPRESS)
 
 
@@ -212,11 +223,12 @@ def _add_source_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
 
 
-def _add_verl_options(parser: argparse.ArgumentParser) -> None:
+def _add_verl_options(parser: argparse.ArgumentParser, answers: Mapping[str, str]) -> None:
     """The flags of verl's model merger, which mean the same here, or are taken and answered (`answered_flags`)."""
     parser.add_argument("--backend", choices=["fsdp"], help=argparse.SUPPRESS)
     parser.add_argument("--local_dir", metavar="CKPT", type=Path, help=argparse.SUPPRESS)
-    for flag in _ANSWERS:
+    parser.set_defaults(answers=answers)
+    for flag in answers:
         parser.add_argument(flag, action="store_true", help=argparse.SUPPRESS)
 
 

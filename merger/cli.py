@@ -99,6 +99,7 @@ def _merge(options: argparse.Namespace) -> int:
             weights_only=options.weights_only,
             unexpected=options.unexpected,
             names=options.names,
+            value_model=options.is_value_model,
             checksum=not options.no_checksum,
             check_replicas=options.check_replicas,
             shard_order=options.shard_order,

@@ -39,6 +39,7 @@ def merge(
     weights_only: bool = False,
     unexpected: Unexpected = "error",
     names: Names = "hub",
+    value_model: bool = False,
     checksum: bool = True,
     check_replicas: bool = False,
     shard_order: DealOrder | None = None,
@@ -67,6 +68,9 @@ def merge(
         unexpected: What to do with tensors that the architecture does not have.
         names: Whose names and shapes are written: "hub" for those that `save_pretrained` would write, which are not
             those in memory for all models; "as-is" for those of the checkpoint.
+        value_model: Whether this is a critic, whatever config.json says: its class is then the one for token
+            classification, with one label where no number is stated. A head that lies beside the model, as `v_head`,
+            stays beside it.
         checksum: Whether the CRC-32 of all that is copied is verified.
         check_replicas: Whether replicas are read and compared in full, not only by their recorded CRC-32.
         shard_order: How pieces were dealt along mesh axes whose ranks do not ascend.
@@ -99,6 +103,7 @@ def merge(
         lora_adapter=lora_adapter,
         base=None if base is None else Path(base),
         names=names,
+        value_model=value_model,
     )
     _check_options(options, workers)
     source = read_checkpoint(

@@ -124,7 +124,7 @@ def plan_output(tensors: Sequence[OutputTensor], *, max_shard_size: int, num_par
 
 
 def with_file(plan: Plan, name: str, tensors: Sequence[OutputTensor]) -> Plan:
-    """The plan with one more file, `name` in a folder of its own, whose tensors are not part of the model.
+    """The plan with one more file, `name`, whose tensors are not part of the model and not in its index.
 
     Raises `ModelError` for what a safetensors file cannot hold.
     """

@@ -20,6 +20,7 @@ from merger.comparing import differing_replicas, first_difference, same_records
 from merger.errors import CheckpointError, Faults, MergerError, ModelError, Problem
 from merger.huggingface.architecture import Architecture
 from merger.huggingface.expected import expected_architecture, generation_config_complaint, read_config
+from merger.huggingface.heads import has_value_head, value_model_config
 from merger.huggingface.hub_names import Names
 from merger.huggingface.lora_export import CONFIG_NAME as ADAPTER_CONFIG
 from merger.huggingface.lora_export import FOLDER as ADAPTER_FOLDER
@@ -30,6 +31,7 @@ from merger.plan import NOTHING, OutputTensor, Plan, parse_size, plan_output, wi
 from merger.reading import SourceReader
 from merger.sharding import DealOrder
 from merger.sources import read_reference
+from merger.sources.safetensors_files import VALUE_HEAD
 from merger.tensors import StoredTensor, in_files
 
 DTypeChoice: TypeAlias = Literal["auto", "keep", "float32", "float16", "bfloat16"]
@@ -52,6 +54,7 @@ class MergeOptions:
     lora_adapter: str | None
     base: Path | None
     names: Names
+    value_model: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +79,11 @@ class PlannedMerge:
     adapter: tuple[OutputTensor, ...]
     lora: LoraSummary | None
     notes: tuple[str, ...]
+
+    @property
+    def tensors(self) -> tuple[OutputTensor, ...]:
+        """All that is written: the model's, those of a value head beside it, and the adapter's."""
+        return (*self.outputs.tensors, *self.outputs.value_head, *self.adapter)
 
     @property
     def num_bytes(self) -> int:
@@ -126,12 +134,19 @@ def check_source(
             _check_lora_options(source, options, ())
         with faults:
             config_dir = _config_dir(source, options)
-            architecture = None if config_dir is None else expected_architecture(config_dir)
+            if config_dir is not None:
+                is_value_model = _is_value_model(source, options)
+                architecture = expected_architecture(config_dir, is_value_model=is_value_model)
         faults.raise_all()
     if architecture is not None:
         # Once more, since some models have names of their own like those of adapters.
         _check_lora_options(source, options, architecture.shapes)
     return architecture
+
+
+def _is_value_model(source: Checkpoint, options: MergeOptions) -> bool:
+    """Whether the head is to be part of the model; one that lies beside it leaves the model what it was."""
+    return options.value_model and not has_value_head(source.tensors)
 
 
 def _check_lora_options(source: Checkpoint, options: MergeOptions, expected: Collection[str]) -> None:
@@ -174,7 +189,12 @@ def plan_merge(
             max_shard_size=checked_limit(options),
             num_parameters=outputs.num_parameters,
         )
-    side_files, replaced, notes = _plan_side_files(config_dir, target, outputs, has_lora=lora is not None)
+        if outputs.value_head:
+            plan = with_file(plan, VALUE_HEAD, outputs.value_head)
+    value_class = architecture.class_name if architecture is not None and _is_value_model(source, options) else None
+    side_files, replaced, notes = _plan_side_files(
+        config_dir, target, outputs, value_class=value_class, has_lora=lora is not None
+    )
     notes = (*source.notes, *(() if lora is None else lora.notes), *outputs.notes, *notes)
     adapter = None if lora is None else lora.adapter
     if adapter is not None and options.dtype in ("float32", "float16", "bfloat16"):
@@ -199,7 +219,7 @@ def plan_merge(
 
 def _by_saved_names(outputs: Outputs, lora: LoraPlan) -> Outputs:
     """What was chosen of a model's tensors, told by the names under which these were saved."""
-    written = {tensor.name for tensor in outputs.tensors}
+    written = {tensor.name for tensor in (*outputs.tensors, *outputs.value_head)}
     renamed = {
         saved: name
         for own, saved in lora.saved_as.items()
@@ -255,7 +275,7 @@ def _are_equal(reader: SourceReader, first: StoredTensor, other: StoredTensor) -
 
 
 def _plan_side_files(
-    config_dir: Path | None, target: Path, outputs: Outputs, *, has_lora: bool
+    config_dir: Path | None, target: Path, outputs: Outputs, *, value_class: str | None, has_lora: bool
 ) -> tuple[SideFiles, dict[str, bytes], tuple[str, ...]]:
     """What lies beside the weights, the new bytes of config.json, and what is to be said of it."""
     if config_dir is None:
@@ -287,7 +307,8 @@ def _plan_side_files(
         raise ModelError(problems)
     notes = []
     config = read_config(config_dir)
-    changed = output_config(config, dtype=main_dtype(outputs.tensors), tied=False if outputs.ties_broken else None)
+    own = config if value_class is None else value_model_config(config, value_class)
+    changed = output_config(own, dtype=main_dtype(outputs.tensors), tied=False if outputs.ties_broken else None)
     replaced = {"config.json": config_bytes((config_dir / "config.json").read_bytes(), changed)}
     if changed != config:
         keys = sorted(key for key in {*config, *changed} if config.get(key) != changed.get(key))

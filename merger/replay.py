@@ -19,6 +19,7 @@ from merger.checkpoint import Checkpoint
 from merger.checks import shape_text
 from merger.comparing import element_texts, position_in
 from merger.errors import Faults, Problem, TargetError
+from merger.huggingface.expected import read_config
 from merger.huggingface.hub_names import Names
 from merger.huggingface.lora_export import WEIGHTS_NAME as ADAPTER_WEIGHTS
 from merger.huggingface.outputs import Unexpected, main_dtype
@@ -122,6 +123,7 @@ def _guesses(
     found: Checkpoint, source: Checkpoint, given: Path | None, *, shard_order: DealOrder | None, reduce_partial: bool
 ) -> list[MergeOptions]:
     """The options of the merges that may have given the output, as far as names and types depend on them."""
+    config_dir = given or source.config_dir or found.config_dir
     main = main_dtype(OutputTensor(name, tensor.dtype, tensor) for name, tensor in found.tensors.items())
     dtypes: list[DTypeChoice] = ["keep", *(choice for choice in get_args(DTypeChoice) if choice == main)]
     unexpected_choices: tuple[Unexpected, ...] = ("drop", "keep")
@@ -131,7 +133,7 @@ def _guesses(
             max_shard_size="5GB",
             unexpected=unexpected,
             weights_only=found.config_dir is None,
-            config=given or source.config_dir or found.config_dir,
+            config=config_dir,
             world_size=source.world_size,
             shard_order=shard_order,
             reduce_partial=reduce_partial,
@@ -140,15 +142,20 @@ def _guesses(
             lora_adapter=None,
             base=None,
             names=names,
+            value_model=_is_value_model(found.config_dir) and not _is_value_model(config_dir),
         )
         for dtype, unexpected, names in product(dtypes, unexpected_choices, get_args(Names))
     ]
 
 
+def _is_value_model(config_dir: Path | None) -> bool:
+    classes = [] if config_dir is None else read_config(config_dir).get("architectures") or []
+    return str(classes[:1]).endswith("ForTokenClassification']")
+
+
 def _num_unlike(planned: PlannedMerge, found: Checkpoint) -> int:
     """How many tensors are on one side only, or of another type or shape."""
-    outputs = (*planned.outputs.tensors, *planned.adapter)
-    expected = {(tensor.name, tensor.dtype, tensor.source.shape) for tensor in outputs}
+    expected = {(tensor.name, tensor.dtype, tensor.source.shape) for tensor in planned.tensors}
     return len(expected ^ {(name, tensor.dtype, tensor.shape) for name, tensor in found.tensors.items()})
 
 
@@ -206,14 +213,14 @@ def _comparisons(
             progress(done, planned.plan.total_size)
 
     with SourceReader() as reader:
-        for expected in (*planned.outputs.tensors, *planned.adapter):
+        for expected in planned.tensors:
             there = found.tensors.get(expected.name)
             if there is None:
                 detail = f"{shape_text(expected.source.shape)}, not in the output"
                 comparisons.append(TensorComparison(expected.name, "missing", None, expected.dtype.name, None, detail))
             else:
                 comparisons.append(_compare(reader, expected, there, count))
-    names = {tensor.name for tensor in (*planned.outputs.tensors, *planned.adapter)}
+    names = {tensor.name for tensor in planned.tensors}
     for name, tensor in found.tensors.items():
         if name not in names:
             detail = f"{shape_text(tensor.shape)}, which the merge does not write"

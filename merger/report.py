@@ -67,7 +67,8 @@ class MergeReport:
     `num_bytes` is that of all tensor data written; `dtypes` counts the tensors written by element type, `casts` those
     cast, by "float32 -> bfloat16", and `cast_names` names them. `renamed` maps saved names to written ones where they
     differ; `dropped` are saved names not written. `tied` maps names that are not written to the one that is written
-    for them, `untied` those that are written although the architecture ties them. `converted` maps written names to the
+    for them, `untied` those that are written although the architecture ties them. `value_head` names the tensors of a
+    head for which the architecture has no place, in a file of their own. `converted` maps written names to the
     saved ones of which the tensor is made, where the hub has it in another shape. `computed` says of the written
     tensors that are no copies which operation made them of which saved ones; `lora` what adapters were found.
     `left_out` maps saved entries that are no weights to what they are, such as "int". `versions` are those of this
@@ -92,6 +93,7 @@ class MergeReport:
     cast_names: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     tied: dict[str, str] = dataclasses.field(default_factory=dict)
     untied: dict[str, str] = dataclasses.field(default_factory=dict)
+    value_head: tuple[str, ...] = ()
     converted: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     computed: dict[str, tuple[ComputedSummary, ...]] = dataclasses.field(default_factory=dict)
     left_out: dict[str, str] = dataclasses.field(default_factory=dict)
@@ -106,8 +108,9 @@ def merge_report(
 ) -> MergeReport:
     """The report of a merge as planned; `checksum` says whether what is copied is verified."""
     source, outputs = planned.source, planned.outputs
+    model = (*outputs.tensors, *outputs.value_head)
     cast_names: dict[str, list[str]] = {}
-    for tensor in outputs.tensors:
+    for tensor in model:
         if tensor.dtype != tensor.source.dtype:
             cast_names.setdefault(f"{tensor.source.dtype} -> {tensor.dtype}", []).append(tensor.name)
     return MergeReport(
@@ -116,12 +119,12 @@ def merge_report(
         format=source.format,
         world_size=source.world_size,
         dry_run=dry_run,
-        num_tensors=len(outputs.tensors),
+        num_tensors=len(model),
         num_bytes=planned.plan.total_size,
         lora=planned.lora,
         weight_files=tuple(file.name for file in planned.plan.files),
         side_files=tuple(file.relative_path for file in planned.side_files.files),
-        dtypes=dict(sorted(Counter(tensor.dtype.name for tensor in outputs.tensors).items())),
+        dtypes=dict(sorted(Counter(tensor.dtype.name for tensor in model).items())),
         casts=dict(outputs.casts),
         renamed=dict(outputs.renamed),
         dropped=outputs.dropped,
@@ -129,8 +132,9 @@ def merge_report(
         cast_names={kind: tuple(names) for kind, names in cast_names.items()},
         tied=dict(outputs.tied),
         untied=dict(outputs.untied),
+        value_head=tuple(tensor.name for tensor in outputs.value_head),
         converted=dict(outputs.converted),
-        computed={tensor.name: made for tensor in outputs.tensors if (made := _computed(tensor.source))},
+        computed={tensor.name: made for tensor in model if (made := _computed(tensor.source))},
         left_out=dict(source.others),
         sources=source_summaries(source, planned.base, planned.plan if checksum and not dry_run else None),
         versions={"merger": __version__, **{name: _version(name) for name in _PACKAGES}},

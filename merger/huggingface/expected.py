@@ -20,6 +20,7 @@ from typing import Any
 from merger.dtypes import BY_NAME
 from merger.errors import ModelError, Problem
 from merger.huggingface.architecture import Architecture
+from merger.huggingface.heads import states_labels
 from merger.huggingface.hub_layout import NotReversibleError, hub_layout
 
 _OTHERWISE = (
@@ -68,8 +69,11 @@ def stated_dtype(config: Mapping[str, Any]) -> str | None:
     return None
 
 
-def expected_architecture(config_dir: Path) -> Architecture:
+def expected_architecture(config_dir: Path, *, is_value_model: bool = False) -> Architecture:
     """Builds the class that `config_dir`/config.json names on the meta device, and says what it expects.
+
+    With `is_value_model` it is the class for token classification of the same type of model, with one label where the
+    config does not say how many.
 
     Raises ModelError, naming the file, where there is no config.json, where it names no class or one that the
     installed transformers does not have, and where the class cannot be built from it.
@@ -79,11 +83,12 @@ def expected_architecture(config_dir: Path) -> Architecture:
     dtype = stated_dtype(config)
     if dtype is not None and dtype not in BY_NAME:
         raise ModelError(Problem("bad-config", str(path), f'it states the unknown dtype "{dtype}". {_OTHERWISE}'))
-    class_name = _class_name(config, path)
     with quiet():
+        class_name = _value_class_name(config, path) if is_value_model else _class_name(config, path)
         model_class = _model_class(config, class_name, path)
+        changes = {"num_labels": 1} if is_value_model and not states_labels(config) else {}
         try:
-            model = _meta_model(model_class, config_dir)
+            model = _meta_model(model_class, config_dir, changes)
         except Exception as error:
             reason = f"{type(error).__name__}: {_one_line(str(error))}"
             message = f"{_transformers()} cannot build {class_name} from it ({reason}). {_OTHERWISE}"
@@ -127,6 +132,23 @@ def _class_name(config: Mapping[str, Any], path: Path) -> str:
     return names[0].removeprefix("FSDP")
 
 
+def _value_class_name(config: Mapping[str, Any], path: Path) -> str:
+    """The class for token classification: the one that config.json names, else that of its type of model."""
+    names = config.get("architectures")
+    if isinstance(names, list) and names and str(names[0]).endswith("ForTokenClassification"):
+        return _class_name(config, path)
+    from transformers.models.auto import modeling_auto
+
+    name = modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES.get(str(config.get("model_type")))
+    if not isinstance(name, str):
+        message = (
+            f"{_transformers()} has no class for token classification of the model_type "
+            f"{json.dumps(config.get('model_type'))}, which a value model is; leave --is-value-model out"
+        )
+        raise ModelError(Problem("no-value-class", str(path), message))
+    return name
+
+
 def _model_class(config: Mapping[str, Any], class_name: str, path: Path) -> Any:  # noqa: ANN401 - untyped upstream
     import transformers
 
@@ -152,11 +174,11 @@ def _model_class(config: Mapping[str, Any], class_name: str, path: Path) -> Any:
     raise ModelError(Problem(kind, str(path), f"{message} {_OTHERWISE}"))
 
 
-def _meta_model(model_class: Any, config_dir: Path) -> Any:  # noqa: ANN401 - untyped upstream
+def _meta_model(model_class: Any, config_dir: Path, changes: Mapping[str, Any]) -> Any:  # noqa: ANN401 - untyped upstream
     """The model without weights, as it is when loaded in bfloat16: what is then float32 is so by its own will."""
     import torch
 
-    config = model_class.config_class.from_pretrained(str(config_dir), local_files_only=True)
+    config = model_class.config_class.from_pretrained(str(config_dir), local_files_only=True, **changes)
     config._attn_implementation = "eager"  # noqa: SLF001 - no name or shape hangs on it; others ask for more packages
     _state_dtype(config, torch.bfloat16)
     before = torch.get_default_dtype()

@@ -15,9 +15,9 @@ from merger.huggingface.architecture import Architecture
 # Components that FSDP1, torch.compile and activation checkpointing put into names. No module is called so otherwise.
 _WRAPPERS = frozenset({"_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module"})
 
-# What DDP and PEFT put before names. A model's own submodules may be called so too, so these go only where the
-# architecture, or the agreement of all names, shows that they are wrappers.
-_PREFIXES = (("base_model", "model"), ("module",))
+# What PEFT, DDP and the wrappers of trl put before names. A model's own submodules may be called so too, so these go
+# only where the architecture, or the agreement of all names, shows that they are wrappers.
+_PREFIXES = (("base_model", "model"), ("module",), ("pretrained_model",))
 
 # How many such places of one name are tried. Nested wrappers give two or three; the number of tries doubles with each.
 _MAX_PLACES = 8
@@ -33,9 +33,9 @@ def strip_wrappers(fqns: Iterable[str], expected: Collection[str] | None) -> dic
     """Every saved name, in order, with its name without wrappers (itself, where there is nothing to strip).
 
     `_fsdp_wrapped_module`, `_orig_mod` and `_checkpoint_wrapped_module` go wherever they stand as a whole component.
-    `module` and `base_model.model` go where they lead every name and no expected name; and, with `expected` known,
-    anywhere in a name that is not expected as it is and is expected without them. `expected` is None where the
-    architecture is not known. Raises CheckpointError where two saved names become one.
+    `module`, `base_model.model` and `pretrained_model` go where they lead every name and no expected name; and, with
+    `expected` known, anywhere in a name that is not expected as it is and is expected without them. `expected` is None
+    where the architecture is not known. Raises CheckpointError where two saved names become one.
 
     >>> strip_wrappers(["module._orig_mod.norm.weight"], None)
     {'module._orig_mod.norm.weight': 'norm.weight'}

@@ -15,10 +15,12 @@ from typing import Literal, TypeAlias
 from merger.dtypes import BY_NAME, DType
 from merger.errors import ModelError, Problem
 from merger.huggingface.architecture import Architecture
+from merger.huggingface.heads import value_head_names
 from merger.huggingface.hub_names import Names, check_known, on_hub, renamed_on_hub, saved_architecture
 from merger.huggingface.names import compare_with, ignored_names, strip_wrappers, unexpected_names
 from merger.huggingface.ties import plan_ties, settle_ties
 from merger.plan import Block, OutputTensor
+from merger.sources.safetensors_files import VALUE_HEAD
 from merger.tensors import StoredTensor, as_real_pairs
 
 Unexpected: TypeAlias = Literal["error", "keep", "drop"]
@@ -36,6 +38,7 @@ class Outputs:
     for them; `untied` those that are written although the architecture ties them. `ties_broken` says that config.json
     must no longer tie. `converted` maps written names to the saved ones of which the tensor is made, where it is not
     one of them as it was. `num_parameters` counts the elements that are parameters, None where that is not known.
+    `value_head` is what has no place in the architecture and is written beside it, where there is a value head.
     """
 
     tensors: tuple[OutputTensor, ...]
@@ -48,6 +51,7 @@ class Outputs:
     notes: tuple[str, ...]
     converted: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     num_parameters: int | None = None
+    value_head: tuple[OutputTensor, ...] = ()
 
 
 NO_OUTPUTS = Outputs((), {}, (), {}, ties_broken=False, tied={}, untied={}, notes=())
@@ -71,6 +75,7 @@ def choose_outputs(
     names = strip_wrappers(stored, None if architecture is None else _known_names(architecture))
     by_name = {names[fqn]: tensor for fqn, tensor in stored.items()}
     saved_as = {name: fqn for fqn, name in names.items()}
+    head = {name: by_name.pop(name) for name in value_head_names(architecture, by_name)}
     if architecture is None:
         chosen = _weights_alone(by_name, naming)
     else:
@@ -81,27 +86,37 @@ def choose_outputs(
     if dtype is not None and dtype not in _CASTABLE:
         notes.append(f"nothing is cast to {dtype}, which is no type to train in; all types are kept as saved")
         dtype = None
-    written = chosen.architecture
-    kept = written.kept_in_float32(dtype) if written is not None and dtype is not None else frozenset()
+    target = chosen.architecture
+    kept = target.kept_in_float32(dtype) if target is not None and dtype is not None else frozenset()
     as_they_are = kept.union(chosen.pairs)
     tensors = tuple(
         OutputTensor(name, _target(name, tensor, dtype, as_they_are), tensor, chosen.blocks.get(name))
         for name in _order(chosen.tensors, chosen.order)
         for tensor in [chosen.tensors[name]]
     )
+    value_head = tuple(
+        OutputTensor(name, _target(name, tensor, dtype, frozenset()), tensor) for name, tensor in sorted(head.items())
+    )
+    if head and architecture is not None:
+        place = f"{architecture.class_name} has no place for it, and from_pretrained does not read it"
+        notes.append(f"the value head is in {VALUE_HEAD}, as {place}: {_listed([*head])}")
     kept_here = sorted(name for name in kept if name in chosen.tensors)
     if kept_here:
         notes.append(f"kept as saved, as the architecture asks: {_listed(kept_here)}")
     casts = Counter(
-        f"{tensor.source.dtype} -> {tensor.dtype}" for tensor in tensors if tensor.dtype != tensor.source.dtype
+        f"{tensor.source.dtype} -> {tensor.dtype}"
+        for tensor in (*tensors, *value_head)
+        if tensor.dtype != tensor.source.dtype
     )
-    stripped = [fqn for fqn, name in names.items() if fqn != name and name in chosen.used]
+    used = {*chosen.used, *head}
+    stripped = [fqn for fqn, name in names.items() if fqn != name and name in used]
     if stripped:
         notes.append(f"names stripped of wrappers: {len(stripped)}, such as {stripped[0]} -> {names[stripped[0]]}")
-    now = {fqn: chosen.renamed.get(name, name) for fqn, name in names.items() if name in chosen.used}
+    now = {fqn: chosen.renamed.get(name, name) for fqn, name in names.items() if name in used}
+    written = {tensor.name for tensor in (*tensors, *value_head)}
     return Outputs(
         tensors,
-        {fqn: name for fqn, name in now.items() if fqn != name and name in chosen.tensors},
+        {fqn: name for fqn, name in now.items() if fqn != name and name in written},
         tuple(saved_as[name] for name in chosen.dropped),
         dict(casts),
         chosen.ties_broken,
@@ -110,6 +125,7 @@ def choose_outputs(
         tuple(notes),
         {name: tuple(saved_as.get(own, own) for own in made_of) for name, made_of in chosen.converted.items()},
         chosen.num_parameters,
+        value_head,
     )
 
 

@@ -19,6 +19,9 @@ FORMAT = "Hugging Face model directory"
 _MAX_HEADER_BYTES = 100_000_000
 # A file begins with the length of its header, a little-endian number.
 _LENGTH_BYTES = 8
+# Of a head that is no part of the model. The name is that of LLaMA-Factory (V_HEAD_SAFE_WEIGHTS_NAME in
+# llamafactory/extras/constants.py), which reads such a file beside a model; others pass over it.
+VALUE_HEAD = "value_head.safetensors"
 _INDEX_NAME = "model.safetensors.index.json"
 # Names that a message lists, so that it stays readable.
 _MAX_LISTED = 5
@@ -28,13 +31,15 @@ def read_model_directory(folder: Path) -> Checkpoint:
     """Reads the headers of the safetensors files that make the model in `folder`.
 
     They are those that `transformers` loads: model.safetensors, else what the index names; where there is neither, all.
+    A value head that lies beside them is read too.
     Raises `ArchiveError` for a file that is not whole, `NotACheckpointError` for an index that does not fit the files.
     """
     weight_map = _weight_map(folder)
     problems: list[Problem] = []
     files: list[SourceFile] = []
     tensors: dict[str, StoredTensor] = {}
-    for path in _weight_files(folder, weight_map):
+    beside = [path for path in [folder / VALUE_HEAD] if path.is_file()]
+    for path in dict.fromkeys([*_weight_files(folder, weight_map), *beside]):
         try:
             file, found = _read_file(path)
         except (OSError, ValueError) as error:

@@ -85,7 +85,8 @@ def test_the_public_names_are_a_decision() -> None:
             "merge",
             {
                 "--dtype", "--max-shard-size", "--overwrite", "--dry-run", "--world-size", "--config", "--weights-only",
-                "--unexpected", "--names", "--no-checksum", "--check-replicas", "--shard-order", "--reduce-partial",
+                "--unexpected", "--names", "--is-value-model",
+                "--no-checksum", "--check-replicas", "--shard-order", "--reduce-partial",
                 "--workers", "--lora", "--lora-alpha", "--lora-adapter", "--base",
                 "--json", "--quiet", "--no-report", "--upload", "--private", "--revision",
             },

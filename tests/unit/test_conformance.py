@@ -175,6 +175,16 @@ class TestReadWeights:
             save_file({name: WEIGHT}, tmp_path / f"{name}.safetensors", {"format": "pt"})
         assert read_weights(tmp_path)[1] == ["2 files of weights, but no model.safetensors.index.json"]
 
+    @pytest.mark.parametrize(("beside", "wrong"), [("v_head.w", 0), ("head.w", 1)])
+    def test_a_value_head_may_lie_beside_a_model_without_an_index(
+        self, beside: str, wrong: int, tmp_path: Path
+    ) -> None:
+        """S20: what has no place in the model is no part of its index."""
+        save_file({"1": WEIGHT}, tmp_path / "model.safetensors", {"format": "pt"})
+        save_file({beside: WEIGHT}, tmp_path / "value_head.safetensors", {"format": "pt"})
+        tensors, found = read_weights(tmp_path)
+        assert ({*tensors}, len(found)) == ({"1", beside}, wrong)
+
     def test_weights_of_any_kind_are_seen_in_folders_too(self, tmp_path: Path) -> None:
         assert not has_weights(tmp_path)
         (tmp_path / "deep").mkdir()

@@ -383,3 +383,40 @@ def test_a_generation_config_that_is_not_json_draws_a_complaint(tmp_path: Path) 
     complaint = generation_config_complaint(tmp_path)
     assert complaint is not None
     assert complaint.endswith("is not a valid JSON file.")
+
+
+# value models
+
+
+@pytest.mark.parametrize(
+    ("config", "num_labels"),
+    [
+        ({"architectures": ["LlamaForCausalLM"]}, 1),
+        ({}, 1),
+        ({"architectures": ["FSDPLlamaForTokenClassification"]}, 1),
+        ({"architectures": ["LlamaForCausalLM"], "id2label": {"0": "a", "1": "b", "2": "c"}}, 3),
+        ({"architectures": ["LlamaForCausalLM"], "num_labels": 1}, 1),
+    ],
+)
+def test_a_value_model_is_of_the_class_for_token_classification(
+    config: dict[str, Any], num_labels: int, tmp_path: Path
+) -> None:
+    """S20."""
+    write_config(tmp_path, model_type="llama", **config, **SMALL)
+    architecture = expected_architecture(tmp_path, is_value_model=True)
+    assert architecture.class_name == "LlamaForTokenClassification"
+    assert architecture.shapes["score.weight"] == (num_labels, SMALL["hidden_size"])
+    assert "lm_head.weight" not in architecture.shapes
+
+
+@pytest.mark.parametrize("model_type", ["mamba", "nonsense", None])
+def test_a_type_of_model_without_such_a_class_is_refused(model_type: str | None, tmp_path: Path) -> None:
+    """S20."""
+    path = write_config(tmp_path, architectures=["MambaForCausalLM"], model_type=model_type)
+    with pytest.raises(ModelError) as caught:
+        expected_architecture(tmp_path, is_value_model=True)
+    message = (
+        f"{VERSION} has no class for token classification of the model_type {json.dumps(model_type)}, which a value "
+        "model is; leave --is-value-model out"
+    )
+    assert caught.value.problems == (Problem("no-value-class", str(path), message),)

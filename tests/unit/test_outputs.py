@@ -246,10 +246,10 @@ def test_what_does_not_fit_the_architecture_is_refused_all_at_once() -> None:
 
 def test_unexpected_tensors_are_kept_when_asked_and_it_is_said() -> None:
     """S20."""
-    outputs = choose(all_stored("w", "v_head.weight"), architecture("w"), unexpected="keep")
-    assert names(outputs) == ["w", "v_head.weight"]
+    outputs = choose(all_stored("w", "q_head.weight"), architecture("w"), unexpected="keep")
+    assert names(outputs) == ["w", "q_head.weight"]
     assert outputs.dropped == ()
-    assert outputs.notes == ("not of TestForCausalLM, kept as asked: v_head.weight",)
+    assert outputs.notes == ("not of TestForCausalLM, kept as asked: q_head.weight",)
 
 
 def test_unexpected_tensors_are_dropped_when_asked_and_it_is_said() -> None:

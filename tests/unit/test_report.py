@@ -67,6 +67,7 @@ def test_the_whole_report_of_a_cast_of_wrapped_names(tmp_path: Path) -> None:
             "lora_adapter": None,
             "base": None,
             "names": "hub",
+            "value_model": False,
             "checksum": True,
         },
         "sources": [
@@ -93,6 +94,7 @@ def test_the_whole_report_of_a_cast_of_wrapped_names(tmp_path: Path) -> None:
         "cast_names": {"float32 -> bfloat16": ["a.weight"]},
         "tied": {},
         "untied": {},
+        "value_head": [],
         "converted": {},
         "computed": {},
         "lora": None,

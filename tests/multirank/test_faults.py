@@ -329,8 +329,8 @@ REFUSED: dict[str, tuple[type[MergerError], str]] = {
         ModelError,
         (
             "2 tensors are not of LlamaForCausalLM: q_head.summary.weight, q_head.summary.bias. --unexpected keep "
-            "writes them along, --unexpected drop leaves them out; if config.json is not that of the model that was trained, "
-            "name the right one by --config DIR."
+            "writes them along, --unexpected drop leaves them out; if config.json is not that of the model that was "
+            "trained, name the right one by --config DIR."
         ),
     ),
     "critic_without_labels": (

@@ -33,6 +33,9 @@ _FILE_ORDER = (
 _HEADER_ALIGNMENT = 8
 # The key of a safetensors header that is no tensor.
 _METADATA = "__metadata__"
+# Of a head that is no part of the model. The name is that of LLaMA-Factory (V_HEAD_SAFE_WEIGHTS_NAME in
+# llamafactory/extras/constants.py), which reads such a file beside a model; others pass over it.
+VALUE_HEAD_FILE = "value_head.safetensors"
 
 
 @dataclass(frozen=True, slots=True)

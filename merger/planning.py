@@ -27,11 +27,10 @@ from merger.huggingface.lora_export import FOLDER as ADAPTER_FOLDER
 from merger.huggingface.lora_export import WEIGHTS_NAME as ADAPTER_WEIGHTS
 from merger.huggingface.outputs import NO_OUTPUTS, Outputs, Unexpected, choose_outputs, main_dtype
 from merger.huggingface.side_files import SideFiles, config_bytes, output_config, plan_side_files
-from merger.plan import NOTHING, OutputTensor, Plan, parse_size, plan_output, with_file
+from merger.plan import NOTHING, VALUE_HEAD_FILE, OutputTensor, Plan, parse_size, plan_output, with_file
 from merger.reading import SourceReader
 from merger.sharding import DealOrder
 from merger.sources import read_reference
-from merger.sources.safetensors_files import VALUE_HEAD
 from merger.tensors import StoredTensor, in_files
 
 DTypeChoice: TypeAlias = Literal["auto", "keep", "float32", "float16", "bfloat16"]
@@ -190,7 +189,7 @@ def plan_merge(
             num_parameters=outputs.num_parameters,
         )
         if outputs.value_head:
-            plan = with_file(plan, VALUE_HEAD, outputs.value_head)
+            plan = with_file(plan, VALUE_HEAD_FILE, outputs.value_head)
     value_class = architecture.class_name if architecture is not None and _is_value_model(source, options) else None
     side_files, replaced, notes = _plan_side_files(
         config_dir, target, outputs, value_class=value_class, has_lora=lora is not None

@@ -19,8 +19,7 @@ from merger.huggingface.heads import value_head_names
 from merger.huggingface.hub_names import Names, check_known, on_hub, renamed_on_hub, saved_architecture
 from merger.huggingface.names import compare_with, ignored_names, strip_wrappers, unexpected_names
 from merger.huggingface.ties import plan_ties, settle_ties
-from merger.plan import Block, OutputTensor
-from merger.sources.safetensors_files import VALUE_HEAD
+from merger.plan import VALUE_HEAD_FILE, Block, OutputTensor
 from merger.tensors import StoredTensor, as_real_pairs
 
 Unexpected: TypeAlias = Literal["error", "keep", "drop"]
@@ -99,7 +98,7 @@ def choose_outputs(
     )
     if head and architecture is not None:
         place = f"{architecture.class_name} has no place for it, and from_pretrained does not read it"
-        notes.append(f"the value head is in {VALUE_HEAD}, as {place}: {_listed([*head])}")
+        notes.append(f"the value head is in {VALUE_HEAD_FILE}, as {place}: {_listed([*head])}")
     kept_here = sorted(name for name in kept if name in chosen.tensors)
     if kept_here:
         notes.append(f"kept as saved, as the architecture asks: {_listed(kept_here)}")

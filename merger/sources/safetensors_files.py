@@ -12,6 +12,7 @@ from typing import TypeGuard
 from merger.checkpoint import Checkpoint
 from merger.dtypes import BY_SAFETENSORS
 from merger.errors import ArchiveError, NotACheckpointError, Problem
+from merger.plan import VALUE_HEAD_FILE
 from merger.tensors import Chunk, Record, SourceFile, StoredTensor, row_major_strides
 
 FORMAT = "Hugging Face model directory"
@@ -19,9 +20,6 @@ FORMAT = "Hugging Face model directory"
 _MAX_HEADER_BYTES = 100_000_000
 # A file begins with the length of its header, a little-endian number.
 _LENGTH_BYTES = 8
-# Of a head that is no part of the model. The name is that of LLaMA-Factory (V_HEAD_SAFE_WEIGHTS_NAME in
-# llamafactory/extras/constants.py), which reads such a file beside a model; others pass over it.
-VALUE_HEAD = "value_head.safetensors"
 _INDEX_NAME = "model.safetensors.index.json"
 # Names that a message lists, so that it stays readable.
 _MAX_LISTED = 5
@@ -38,7 +36,7 @@ def read_model_directory(folder: Path) -> Checkpoint:
     problems: list[Problem] = []
     files: list[SourceFile] = []
     tensors: dict[str, StoredTensor] = {}
-    beside = [path for path in [folder / VALUE_HEAD] if path.is_file()]
+    beside = [path for path in [folder / VALUE_HEAD_FILE] if path.is_file()]
     for path in dict.fromkeys([*_weight_files(folder, weight_map), *beside]):
         try:
             file, found = _read_file(path)

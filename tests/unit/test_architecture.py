@@ -17,7 +17,7 @@ MODULES = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob(
 # From the bottom to the top; a room imports from those below it only. Rooms of one line do not know of one another,
 # but the modules of one folder (`FOLDERS`) do. A new module needs a place here, which is a decision.
 LAYERS = (
-    ("errors", "dtypes", "sharding", "places", "version"),
+    ("errors", "dtypes", "sharding", "places", "version", "page", "starting"),
     ("operations",),
     ("tensors", "workers"),
     ("algebra", "checkpoint", "checks", "plan", "casting", "folding", "checksums", "publish", "single_file"),

@@ -442,7 +442,7 @@ class TestCommand:
 
 def test_large_cases_are_judged_only_where_asked_for() -> None:
     assert "qwen2-0.5b-fp32-w4" not in matching(["*"])
-    assert matching(["qwen2-0.5b*"], large=True) == ["qwen2-0.5b-fp32-w4"]
+    assert matching(["qwen2-0.5b-fp32-w4*"], large=True) == ["qwen2-0.5b-fp32-w4", "qwen2-0.5b-fp32-w4-lora"]
 
 
 def test_a_suite_lists_what_it_can_judge() -> None:

@@ -19,6 +19,7 @@ nox.options.reuse_venv = "yes"
 nox.options.sessions = ["lint", "typecheck", "unit", "multirank"]
 
 CONSTRAINTS = "constraints/test.txt"
+MINIMUMS = "constraints/minimums.txt"
 PYPROJECT = nox.project.load_toml("pyproject.toml")
 
 # No test needs the network, and one that reaches for it should fail at once rather than wait. One thread a process:
@@ -137,6 +138,14 @@ def conformance(session: nox.Session) -> None:
 def compat(session: nox.Session) -> None:
     """Merge what other torch releases write: nox -s compat -- 2.15.0 2.9.1 (the newest and 2.9.1)."""
     run_module(session, "fixtures", "compat", "--folder", session.create_tmp(), *session.posargs)
+
+
+@nox.session
+def minimums(session: nox.Session) -> None:
+    """Run all tests with the lowest releases that pyproject.toml allows, on Python 3.10 or 3.11."""
+    session.install("-c", MINIMUMS, "-e", ".", *nox.project.dependency_groups(PYPROJECT, "test"))
+    session.install("--no-deps", PRETRAINED)
+    session.run("pytest", *WORKERS, *default_path("tests", session.posargs), *session.posargs, env=TEST_ENVIRONMENT)
 
 
 @nox.session(venv_backend="none", requires=["dev"])

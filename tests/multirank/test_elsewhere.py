@@ -95,6 +95,7 @@ def test_a_release_is_excused_for_what_it_lacks_if_it_is_older_than_the_cases(
 ) -> None:
     """The reason is what the ranks say. A release that lacks something it should have is a failure."""
     monkeypatch.setattr(elsewhere, "OWN_TORCH", own)
+    monkeypatch.setattr(elsewhere, "OWN_TRANSFORMERS", (4, 0))
     (spec, *_) = CASES["tensors-columns"].tensors
     lacking = replace(CASES["tensors-columns"], tensors=(replace(spec, dtype="float7"),))
     monkeypatch.setitem(CASES, "tensors-columns", lacking)

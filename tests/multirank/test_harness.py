@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 from fixtures import models
 from fixtures.__main__ import main
 from fixtures.cases import CASES
+from fixtures.conformance.loading import own_dtype
 from fixtures.fault_states import load_state
 from fixtures.layouts import TensorSpec, full_value, save_dtensors
 from fixtures.ranks import RankFailure, RankPool
@@ -349,7 +350,7 @@ def test_transformers_loads_the_truth_and_computes_its_logits(
     merged = tmp_path / "merged"
     shutil.copytree(made / "checkpoint/huggingface", merged)
     shutil.copyfile(made / "truth/truth.safetensors", merged / "model.safetensors")
-    model, report = AutoModelForCausalLM.from_pretrained(merged, dtype="auto", output_loading_info=True)
+    model, report = AutoModelForCausalLM.from_pretrained(merged, output_loading_info=True, **own_dtype())
     assert (set(report["missing_keys"]), set(report["unexpected_keys"])) == (set(), set())
     expected = load_file(made / "truth/truth_logits.safetensors")
     with torch.no_grad():

@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM
 import merger
 from fixtures.cases import CASES
 from fixtures.conformance.adapters import adapter_faults
+from fixtures.conformance.loading import own_dtype
 from fixtures.conformance.weights import read_truth, read_weights
 from fixtures.models import FUSED
 from merger.errors import ModelError
@@ -36,7 +37,7 @@ Checkpoints = Callable[[str], Path]
 
 
 def loaded(folder: Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    return AutoModelForCausalLM.from_pretrained(folder, **own_dtype())
 
 
 def logits(model: Any, made: Path) -> torch.Tensor:

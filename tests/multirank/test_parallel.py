@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 import merger
 from fixtures import models
 from fixtures.cases import CASES
+from fixtures.conformance.loading import own_dtype
 from fixtures.conformance.weights import read_truth
 from fixtures.trainers import Training, trained
 from tests.unit.archives import bits
@@ -62,7 +63,7 @@ def test_a_model_loads_and_computes_as_it_did_unsharded(
 
     made, out = checkpoint(name), tmp_path / "out"
     merger.merge(made / "checkpoint", out)
-    model, loading = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
+    model, loading = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True, **own_dtype())
     assert not any(loading.values())
     assert as_bits(model.state_dict()) == as_bits(read_truth(made / "truth", "truth"))
     truth = load_file(made / "truth" / "truth_logits.safetensors")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import subprocess
@@ -250,6 +251,8 @@ def test_transformers_rejects_the_generation_config(checkpoint: CopyOf) -> None:
     """L7."""
     from transformers import GenerationConfig
 
+    if "strict" not in inspect.signature(GenerationConfig.validate).parameters:
+        pytest.skip("this version of transformers only warns of it")
     settings = GenerationConfig.from_pretrained(broken(checkpoint, "generation_config_rejected") / "huggingface")
     with pytest.raises(ValueError, match="GenerationConfig is invalid"):
         settings.validate(strict=True)

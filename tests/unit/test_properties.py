@@ -6,6 +6,7 @@ rank it is on. The pieces in them are cut by numpy, by the rule that is written 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from math import prod
 from pathlib import Path
@@ -93,6 +94,8 @@ def entry(spec: TensorSpec, rank: int, order: ShardOrder | None) -> torch.Tensor
     else:
         local = stored(spec, piece(spec, coordinate(spec, rank, order)), form)
     ranks = torch.tensor(spec.mesh_ranks).reshape(spec.mesh_shape)
+    if "_rank" not in inspect.signature(DeviceMesh.__init__).parameters:
+        pytest.skip("this torch cannot make the mesh of another rank")
     mesh = DeviceMesh("cpu", ranks, mesh_dim_names=spec.axis_names, _init_backend=False, _rank=rank)
     strides = tuple(prod(spec.shape[dim + 1 :]) for dim in range(len(spec.shape)))
     meta = TensorMeta(torch.Size(spec.shape), strides, local.dtype)

@@ -205,6 +205,7 @@ def test_a_call_without_meaning_is_refused(
 
 def test_another_version_of_a_checkpoint_in_the_same_place_is_noticed(tmp_path: Path) -> None:
     """Such as a step that was written over after its merge."""
+    pytest.importorskip("torch.distributed._mesh_layout", reason="this torch cannot load the case to change it")
     shutil.copytree(CASE, tmp_path / "checkpoint")
     merger.merge(tmp_path / "checkpoint", tmp_path / "out", weights_only=True)
     for path in (tmp_path / "checkpoint").glob("model_*.pt"):

@@ -130,6 +130,7 @@ def test_every_rank_holds_what_torch_chunk_gives_it_and_together_they_hold_all(
     assert seen == set(range(whole.numel()))
 
 
+@pytest.mark.skipif(torch.__version__ < "2.8", reason="this torch cuts in strides only what divides")
 @given(layouts())
 def test_one_cut_is_the_one_that_torch_makes_to_distribute_a_tensor(
     layout: tuple[tuple[int, ...], tuple[int, ...], tuple[Placement, ...]],

@@ -62,6 +62,7 @@ def checkpoint(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Call
 
     def made(name: str) -> Path:
         case, out, partial = CASES[name], root / name, root / f"{name}.partial"
+        assert "large" not in case.marks, f"{name} takes gigabytes, which a machine may have no room for"
         if reason := too_old_for(case):
             pytest.skip(reason)
         with _locked(root / f"{name}.lock"):

@@ -26,7 +26,11 @@ from fixtures.conformance.weights import read_truth, read_weights
 from fixtures.models import FUSED
 from merger.errors import ModelError
 
-LORAS = {name: case.lora for name, case in CASES.items() if case.lora is not None and case.fault is None}
+LORAS = {
+    name: case.lora
+    for name, case in CASES.items()
+    if case.lora is not None and case.fault is None and "large" not in case.marks
+}
 FOLDED = [name for name, lora in LORAS.items() if lora.saved == "all" and lora.told != "nothing"]
 CONFIGURED = [name for name in FOLDED if LORAS[name].told == "config"]
 ALONE = [name for name, lora in LORAS.items() if lora.saved == "adapters"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,28 @@ def base_folder(model: PeftModel, folder: Path) -> Path:
 def exported(out: Path) -> tuple[Tensors, dict[str, Any]]:
     folder = out / "lora_adapter"
     return load_file(folder / "adapter_model.safetensors"), json.loads((folder / "adapter_config.json").read_text())
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"target_modules": ["wide", "embed"], "use_dora": True, "modules_to_save": ["head"]},
+        {"target_modules": ["wide", "turned"], "lora_bias": True},
+        {"target_parameters": EXPERTS},
+    ],
+    ids=["dora and a trained copy", "lora_bias", "experts"],
+)
+def test_tensors_have_the_names_that_peft_gives_them(settings: dict[str, Any], tmp_path: Path) -> None:
+    """Those that it does not know peft passes over, and so would use the base model as it is."""
+    model = under_peft(**settings)
+    merger.merge(saved(model, tmp_path / "checkpoint"), tmp_path / "out", lora="adapter", weights_only=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a model that is not on the hub
+        model.save_pretrained(str(tmp_path / "peft"), save_embedding_layers=False)
+    found, _ = exported(tmp_path / "out")
+    expected = load_file(tmp_path / "peft" / "adapter_model.safetensors")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 def test_the_rank_of_fused_experts_is_told_by_the_base(tmp_path: Path) -> None:

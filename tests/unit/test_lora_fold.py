@@ -86,6 +86,15 @@ def test_float32_adapters_on_a_16_bit_base_are_added_and_rounded_once(layers: st
     assert all(units <= 1 for units in different.values()), different
 
 
+def test_a_copy_that_was_trained_takes_the_place_of_what_it_was_copied_from(tmp_path: Path) -> None:
+    model = under_peft(target_modules=["wide"], modules_to_save=["head", "turned"])
+    base = base_of(model)
+    found = merged(saved(model, tmp_path / "checkpoint"), tmp_path / "out")
+    expected = folded(model)
+    assert differing(found, expected) == {}
+    assert differing(expected, base).keys() == {"wide.weight", "head.weight", "turned.weight", "turned.bias"}
+
+
 @pytest.mark.parametrize("variant", ["plain", "rslora"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_16_bit_adapters_are_folded_exactly_and_peft_is_within_a_unit(

@@ -55,6 +55,11 @@ def _config(lora: Lora, settings: LoraSettings, targets: list[Target] | None) ->
     """The settings that were found, or where only alpha is known what follows from the tensors."""
     config = dict(settings.config) if settings.config is not None else _told(lora, settings, targets)
     config["lora_alpha"] = settings.alpha
+    if config.get("r") is None:
+        # Where it is not stated peft takes 8.
+        config["r"] = settings.rank or _told(lora, settings, targets)["r"]
+    if settings.use_rslora and config.get("use_rslora") is None:
+        config["use_rslora"] = True
     if settings.path is not None and settings.config == config:
         return settings.path.read_bytes()
     return json.dumps(config, indent=2, sort_keys=True).encode()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, TypeAlias
 
@@ -24,8 +24,10 @@ from merger.huggingface.lora_fold import (
     find_targets,
     fold,
     maybe_experts,
+    ranks_of,
     unknown_experts,
     without_data,
+    wrong_ranks,
 )
 from merger.huggingface.lora_settings import LoraSettings, read_settings
 from merger.tensors import StoredTensor, in_files
@@ -140,7 +142,9 @@ def plan_lora(
     weights = lora.base if base is None else fitting(architecture, base.tensors, layers)
     known = {**weights, **lora.originals}
     conv1d: frozenset[str] = frozenset() if architecture is None else architecture.conv1d
-    targets = find_targets(lora, known, settings, conv1d)[0] if known else _told_by_config(lora, settings, config_dir)
+    targets = (
+        _told_by_base(lora, settings, known, conv1d, mode) if known else _told_by_config(lora, settings, config_dir)
+    )
     notes = list(_notes(lora, settings, alpha))
     tensors: Mapping[str, StoredTensor] | None = None
     if known and mode in ("merge", "both"):
@@ -219,6 +223,9 @@ def _ranks(lora: Lora, settings: LoraSettings | None) -> Counter[int]:
 def _told_by_config(lora: Lora, settings: LoraSettings, config_dir: Path | None) -> list[Target] | None:
     """What adapters without base weights change, where their settings have to be told; None where names tell enough."""
     experts = maybe_experts(lora, settings)
+    others = [module for module in lora.modules if module not in experts]
+    if wrong := wrong_ranks([(one, one.name, one.first.shape[0]) for one in others], settings):
+        raise ModelError(wrong)
     if settings.config is not None or not experts:
         return None
     if config_dir is None:
@@ -226,7 +233,25 @@ def _told_by_config(lora: Lora, settings: LoraSettings, config_dir: Path | None)
     expected = expected_architecture(config_dir)
     targets, problems = find_targets(lora, without_data(expected.shapes), settings, expected.conv1d)
     if problems:
-        raise ModelError(problems)
+        ask = "name the folder of the config that was trained with by --config DIR, or the base model by --base DIR"
+        raise ModelError([replace(one, message=f"{one.message}; {ask}") for one in problems])
+    return targets
+
+
+def _told_by_base(
+    lora: Lora, settings: LoraSettings, base: Mapping[str, StoredTensor], conv1d: Collection[str], mode: LoraMode
+) -> list[Target]:
+    """What adapters change in base weights, as far as it can be told; for folding all of it has to be."""
+    targets, problems = find_targets(lora, base, settings, conv1d)
+    if mode in ("merge", "both"):
+        return targets
+    found = {target.module.wrapper for target in targets}
+    untold = [module for module in maybe_experts(lora, settings) if module.wrapper not in found]
+    if settings.config is None and untold:
+        ask = "put adapter_config.json beside the checkpoint, which says what it is"
+        raise ModelError([replace(one, message=f"{one.message}; {ask}") for one in problems])
+    if wrong := wrong_ranks(ranks_of(targets), settings):
+        raise ModelError(wrong)
     return targets
 
 

@@ -96,9 +96,9 @@ def _told(lora: Lora, settings: LoraSettings, targets: list[Target] | None) -> d
 
 def _ranks(lora: Lora, targets: list[Target] | None) -> dict[str, int]:
     """The rank of each layer, or wrapped parameter, by its name."""
-    if targets is None:
-        return {module.name: module.first.shape[0] for module in lora.modules}
-    return {target.name.removesuffix(".weight"): target.rank for target in targets}
+    found = {target.module.wrapper for target in targets or ()}
+    others = {module.name: module.first.shape[0] for module in lora.modules if module.wrapper not in found}
+    return {**others, **{target.name.removesuffix(".weight"): target.rank for target in targets or ()}}
 
 
 def _target_modules(lora: Lora, layers: list[LoraModule]) -> list[str]:

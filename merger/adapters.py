@@ -6,7 +6,7 @@ Between the source and the outputs of a merge: stored tensors in, stored tensors
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, TypeAlias
@@ -30,6 +30,7 @@ from merger.huggingface.lora_fold import (
     wrong_ranks,
 )
 from merger.huggingface.lora_settings import LoraSettings, read_settings
+from merger.plan import VALUE_HEAD_FILE
 from merger.tensors import StoredTensor, in_files
 
 # What to write of a checkpoint with LoRA: the model with it folded in, the adapter, both, or the base weights as they
@@ -59,12 +60,14 @@ class LoraSummary:
 class LoraPlan:
     """What is written of a checkpoint with LoRA.
 
-    `tensors` are those of the model by their names in it, None where none is written; `adapter` None where that is not.
+    `tensors` are those of the model by their names in it, with those of a value head beside it, None where no model is
+    written: then `value_head` has the latter. `adapter` is None where that is not written.
     `saved_as` has the names under which tensors of the model were saved. `dropped` are saved names that are written
     nowhere.
     """
 
     tensors: Mapping[str, StoredTensor] | None
+    value_head: Mapping[str, StoredTensor]
     adapter: Adapter | None
     saved_as: Mapping[str, str]
     dropped: tuple[str, ...]
@@ -165,15 +168,21 @@ def plan_lora(
             "the checkpoint holds adapters alone, so there is no model; --base DIR folds them into the weights of a "
             "base model"
         )
+    if tensors is not None:
+        tensors = {**tensors, **lora.value_head}
     exported = None
     if mode != "merge" or tensors is None:
         exported = export(lora, settings, targets)
         notes += _export_notes(settings, mode, tensors)
+    head = lora.value_head if tensors is None else {}
+    if head:
+        notes.append(f"the value head is in {VALUE_HEAD_FILE}, beside the adapter: {listed(head)}")
     return LoraPlan(
         tensors,
+        head,
         exported,
-        lora.saved_as if base is None else {},
-        _dropped(source, tensors, exported),
+        {name: fqn for name, fqn in lora.saved_as.items() if base is None or name in lora.value_head},
+        _dropped(source, (tensors, head, {} if exported is None else exported.tensors)),
         _summary(lora, targets, settings),
         tuple(notes),
     )
@@ -299,10 +308,8 @@ def _export_notes(settings: LoraSettings, mode: LoraMode, tensors: Mapping[str, 
     return notes
 
 
-def _dropped(
-    source: Checkpoint, tensors: Mapping[str, StoredTensor] | None, exported: Adapter | None
-) -> tuple[str, ...]:
+def _dropped(source: Checkpoint, written: Iterable[Mapping[str, StoredTensor] | None]) -> tuple[str, ...]:
     """Saved names of which nothing is written, not even as part of what is computed."""
-    written = (*(tensors or {}).values(), *({} if exported is None else exported.tensors).values())
-    reached = {stored.fqn for tensor in written for stored in in_files(tensor)}
+    tensors = (tensor for some in written if some is not None for tensor in some.values())
+    reached = {stored.fqn for tensor in tensors for stored in in_files(tensor)}
     return tuple(fqn for fqn in source.tensors if fqn not in reached)

@@ -188,8 +188,11 @@ def plan_merge(
             max_shard_size=checked_limit(options),
             num_parameters=outputs.num_parameters,
         )
-        if outputs.value_head:
-            plan = with_file(plan, VALUE_HEAD_FILE, outputs.value_head)
+    elif lora.value_head:
+        head = tuple(OutputTensor(name, one.dtype, one) for name, one in sorted(lora.value_head.items()))
+        outputs = replace(NO_OUTPUTS, value_head=head)
+    if outputs.value_head:
+        plan = with_file(plan, VALUE_HEAD_FILE, outputs.value_head)
     value_class = architecture.class_name if architecture is not None and _is_value_model(source, options) else None
     side_files, replaced, notes = _plan_side_files(
         config_dir, target, outputs, value_class=value_class, has_lora=lora is not None
@@ -197,7 +200,12 @@ def plan_merge(
     notes = (*source.notes, *(() if lora is None else lora.notes), *outputs.notes, *notes)
     adapter = None if lora is None else lora.adapter
     if adapter is not None and options.dtype in ("float32", "float16", "bfloat16"):
-        notes = (*notes, "the adapter is in the types in which it was saved: --dtype is for the model")
+        kept = (
+            "the adapter is in the types in which it was saved"
+            if not lora or not lora.value_head
+            else ("the adapter and the value head are in the types in which they were saved")
+        )
+        notes = (*notes, f"{kept}: --dtype is for the model")
     exported = tuple(
         OutputTensor(n, tensor.dtype, tensor) for n, tensor in (adapter.tensors if adapter else {}).items()
     )

@@ -6,8 +6,8 @@ Between the source and the outputs of a merge: stored tensors in, stored tensors
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, TypeAlias
 
@@ -24,10 +24,13 @@ from merger.huggingface.lora_fold import (
     find_targets,
     fold,
     maybe_experts,
+    ranks_of,
     unknown_experts,
     without_data,
+    wrong_ranks,
 )
 from merger.huggingface.lora_settings import LoraSettings, read_settings
+from merger.plan import VALUE_HEAD_FILE
 from merger.tensors import StoredTensor, in_files
 
 # What to write of a checkpoint with LoRA: the model with it folded in, the adapter, both, or the base weights as they
@@ -57,12 +60,14 @@ class LoraSummary:
 class LoraPlan:
     """What is written of a checkpoint with LoRA.
 
-    `tensors` are those of the model by their names in it, None where none is written; `adapter` None where that is not.
+    `tensors` are those of the model by their names in it, with those of a value head beside it, None where no model is
+    written: then `value_head` has the latter. `adapter` is None where that is not written.
     `saved_as` has the names under which tensors of the model were saved. `dropped` are saved names that are written
     nowhere.
     """
 
     tensors: Mapping[str, StoredTensor] | None
+    value_head: Mapping[str, StoredTensor]
     adapter: Adapter | None
     saved_as: Mapping[str, str]
     dropped: tuple[str, ...]
@@ -140,7 +145,9 @@ def plan_lora(
     weights = lora.base if base is None else fitting(architecture, base.tensors, layers)
     known = {**weights, **lora.originals}
     conv1d: frozenset[str] = frozenset() if architecture is None else architecture.conv1d
-    targets = find_targets(lora, known, settings, conv1d)[0] if known else _told_by_config(lora, settings, config_dir)
+    targets = (
+        _told_by_base(lora, settings, known, conv1d, mode) if known else _told_by_config(lora, settings, config_dir)
+    )
     notes = list(_notes(lora, settings, alpha))
     tensors: Mapping[str, StoredTensor] | None = None
     if known and mode in ("merge", "both"):
@@ -161,15 +168,21 @@ def plan_lora(
             "the checkpoint holds adapters alone, so there is no model; --base DIR folds them into the weights of a "
             "base model"
         )
+    if tensors is not None:
+        tensors = {**tensors, **lora.value_head}
     exported = None
     if mode != "merge" or tensors is None:
         exported = export(lora, settings, targets)
         notes += _export_notes(settings, mode, tensors)
+    head = lora.value_head if tensors is None else {}
+    if head:
+        notes.append(f"the value head is in {VALUE_HEAD_FILE}, beside the adapter: {listed(head)}")
     return LoraPlan(
         tensors,
+        head,
         exported,
-        lora.saved_as if base is None else {},
-        _dropped(source, tensors, exported),
+        {name: fqn for name, fqn in lora.saved_as.items() if base is None or name in lora.value_head},
+        _dropped(source, (tensors, head, {} if exported is None else exported.tensors)),
         _summary(lora, targets, settings),
         tuple(notes),
     )
@@ -219,6 +232,9 @@ def _ranks(lora: Lora, settings: LoraSettings | None) -> Counter[int]:
 def _told_by_config(lora: Lora, settings: LoraSettings, config_dir: Path | None) -> list[Target] | None:
     """What adapters without base weights change, where their settings have to be told; None where names tell enough."""
     experts = maybe_experts(lora, settings)
+    others = [module for module in lora.modules if module not in experts]
+    if wrong := wrong_ranks([(one, one.name, one.first.shape[0]) for one in others], settings):
+        raise ModelError(wrong)
     if settings.config is not None or not experts:
         return None
     if config_dir is None:
@@ -226,7 +242,25 @@ def _told_by_config(lora: Lora, settings: LoraSettings, config_dir: Path | None)
     expected = expected_architecture(config_dir)
     targets, problems = find_targets(lora, without_data(expected.shapes), settings, expected.conv1d)
     if problems:
-        raise ModelError(problems)
+        ask = "name the folder of the config that was trained with by --config DIR, or the base model by --base DIR"
+        raise ModelError([replace(one, message=f"{one.message}; {ask}") for one in problems])
+    return targets
+
+
+def _told_by_base(
+    lora: Lora, settings: LoraSettings, base: Mapping[str, StoredTensor], conv1d: Collection[str], mode: LoraMode
+) -> list[Target]:
+    """What adapters change in base weights, as far as it can be told; for folding all of it has to be."""
+    targets, problems = find_targets(lora, base, settings, conv1d)
+    if mode in ("merge", "both"):
+        return targets
+    found = {target.module.wrapper for target in targets}
+    untold = [module for module in maybe_experts(lora, settings) if module.wrapper not in found]
+    if settings.config is None and untold:
+        ask = "put adapter_config.json beside the checkpoint, which says what it is"
+        raise ModelError([replace(one, message=f"{one.message}; {ask}") for one in problems])
+    if wrong := wrong_ranks(ranks_of(targets), settings):
+        raise ModelError(wrong)
     return targets
 
 
@@ -274,10 +308,8 @@ def _export_notes(settings: LoraSettings, mode: LoraMode, tensors: Mapping[str, 
     return notes
 
 
-def _dropped(
-    source: Checkpoint, tensors: Mapping[str, StoredTensor] | None, exported: Adapter | None
-) -> tuple[str, ...]:
+def _dropped(source: Checkpoint, written: Iterable[Mapping[str, StoredTensor] | None]) -> tuple[str, ...]:
     """Saved names of which nothing is written, not even as part of what is computed."""
-    written = (*(tensors or {}).values(), *({} if exported is None else exported.tensors).values())
-    reached = {stored.fqn for tensor in written for stored in in_files(tensor)}
+    tensors = (tensor for some in written if some is not None for tensor in some.values())
+    reached = {stored.fqn for tensor in tensors for stored in in_files(tensor)}
     return tuple(fqn for fqn in source.tensors if fqn not in reached)

@@ -114,7 +114,7 @@ def _merge(options: argparse.Namespace) -> int:
         )
     report = dataclasses.replace(report, notes=(*report.notes, *answered_flags(options)))
     if options.upload is None or options.dry_run:
-        _print(options, report, terminal.merge_text(report, page=_page()))
+        _print(options, report, terminal.merge_text(report, base=options.base, page=_page()))
         return _OK
     if not options.json:
         _print(options, report, terminal.merge_text(report, is_last=False, page=_page()))
@@ -223,7 +223,7 @@ def _verify_merge(options: argparse.Namespace, output: Path) -> int:
             workers=options.workers,
             progress=progress,
         )
-    _print(options, report, terminal.verify_text(report, is_merge=True, page=_page()))
+    _print(options, report, terminal.verify_text(report, is_merge=True, base=options.base, page=_page()))
     return _OK if report.is_equal else _DIFFERENT
 
 

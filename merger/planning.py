@@ -7,7 +7,7 @@ output held against it. Reads headers, and of the data only what a plan hangs on
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
@@ -19,6 +19,7 @@ from merger.checks import limit_problems, replica_pairs
 from merger.comparing import differing_replicas, first_difference, same_records
 from merger.errors import CheckpointError, Faults, MergerError, ModelError, Problem
 from merger.huggingface.architecture import Architecture
+from merger.huggingface.critics import with_hint
 from merger.huggingface.expected import expected_architecture, generation_config_complaint, read_config
 from merger.huggingface.heads import has_value_head, value_model_config
 from merger.huggingface.hub_names import Names
@@ -174,22 +175,19 @@ def plan_merge(
     )
     plan, outputs = NOTHING, NO_OUTPUTS
     if lora is None or lora.tensors is not None:
-        with SourceReader() as reader:
-            outputs = choose_outputs(
-                source.tensors if lora is None or lora.tensors is None else lora.tensors,
-                architecture,
-                dtype=_target_dtype(options.dtype, architecture),
-                unexpected=options.unexpected,
-                are_equal=lambda first, other: _are_equal(reader, first, other),
-                naming=options.names,
-            )
+        outputs = _chosen_outputs(
+            source, source.tensors if lora is None or lora.tensors is None else lora.tensors, options, architecture
+        )
         plan = plan_output(
             outputs.tensors,
             max_shard_size=checked_limit(options),
             num_parameters=outputs.num_parameters,
         )
-        if outputs.value_head:
-            plan = with_file(plan, VALUE_HEAD_FILE, outputs.value_head)
+    elif lora.value_head:
+        head = tuple(OutputTensor(name, one.dtype, one) for name, one in sorted(lora.value_head.items()))
+        outputs = replace(NO_OUTPUTS, value_head=head)
+    if outputs.value_head:
+        plan = with_file(plan, VALUE_HEAD_FILE, outputs.value_head)
     value_class = architecture.class_name if architecture is not None and _is_value_model(source, options) else None
     side_files, replaced, notes = _plan_side_files(
         config_dir, target, outputs, value_class=value_class, has_lora=lora is not None
@@ -197,7 +195,12 @@ def plan_merge(
     notes = (*source.notes, *(() if lora is None else lora.notes), *outputs.notes, *notes)
     adapter = None if lora is None else lora.adapter
     if adapter is not None and options.dtype in ("float32", "float16", "bfloat16"):
-        notes = (*notes, "the adapter is in the types in which it was saved: --dtype is for the model")
+        kept = (
+            "the adapter is in the types in which it was saved"
+            if not lora or not lora.value_head
+            else ("the adapter and the value head are in the types in which they were saved")
+        )
+        notes = (*notes, f"{kept}: --dtype is for the model")
     exported = tuple(
         OutputTensor(n, tensor.dtype, tensor) for n, tensor in (adapter.tensors if adapter else {}).items()
     )
@@ -214,6 +217,30 @@ def plan_merge(
         lora=None if lora is None else lora.summary,
         notes=notes,
     )
+
+
+def _chosen_outputs(
+    source: Checkpoint,
+    stored: Mapping[str, StoredTensor],
+    options: MergeOptions,
+    architecture: Architecture | None,
+) -> Outputs:
+    try:
+        with SourceReader() as reader:
+            return choose_outputs(
+                stored,
+                architecture,
+                dtype=_target_dtype(options.dtype, architecture),
+                unexpected=options.unexpected,
+                are_equal=lambda first, other: _are_equal(reader, first, other),
+                naming=options.names,
+            )
+    except ModelError as error:
+        config_dir = _config_dir(source, options)
+        # Where a head lies beside the model, or the flag was given, it changes nothing.
+        if config_dir is None or options.value_model or has_value_head(source.tensors):
+            raise
+        raise with_hint(error, stored, config_dir) from None
 
 
 def _by_saved_names(outputs: Outputs, lora: LoraPlan) -> Outputs:

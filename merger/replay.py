@@ -87,7 +87,14 @@ def verify_merge(
         notes += _source_notes(stated, source, planned.base)
     notes += _side_file_notes(planned, found.path)
     comparisons = _comparisons(planned, found, progress)
-    return VerifyReport(found.path, source.path, tuple(comparisons), planned.plan.total_size, tuple(notes))
+    return VerifyReport(
+        found.path,
+        source.path,
+        tuple(comparisons),
+        planned.plan.total_size,
+        tuple(notes),
+        has_model=bool(planned.outputs.tensors),
+    )
 
 
 def _read_output(output: Path) -> Checkpoint:

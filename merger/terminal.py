@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from merger.adapters import LoraSummary
 from merger.checks import grid_text, limit_problems, ranks_text, shape_text
 from merger.huggingface.hub import UploadReport
+from merger.huggingface.lora_export import FOLDER as ADAPTER_FOLDER
 from merger.inspect import InspectReport, MeshSummary, TensorSummary
 from merger.page import Page, joined, printable
 from merger.report import MergeReport
@@ -24,8 +26,8 @@ _MAX_MESH_RANKS = 16
 _MAX_MESH_COPIES = 3
 
 
-def merge_text(report: MergeReport, *, is_last: bool = True, page: Page = _PLAIN) -> str:
-    """What a merge did, and, where nothing else `is_last`, what to do next."""
+def merge_text(report: MergeReport, *, is_last: bool = True, base: Path | None = None, page: Page = _PLAIN) -> str:
+    """What a merge did, and, where nothing else `is_last`, what to do next; `base` is the base model that was given."""
     would = "would merge" if report.dry_run else "merged"
     files = _counted(len(report.weight_files), "file")
     lines = [
@@ -47,7 +49,7 @@ def merge_text(report: MergeReport, *, is_last: bool = True, page: Page = _PLAIN
         lines += page.line("next: the same command without --dry-run")
     elif is_last:
         output, checkpoint = str(report.output), str(report.checkpoint)
-        lines += page.command("next: ", ["merger", "verify"], [output], ["--source", checkpoint])
+        lines += page.command("next: ", ["merger", "verify"], [output], ["--source", checkpoint], *_base(base))
     return joined(lines)
 
 
@@ -113,8 +115,11 @@ def _after_inspection(report: InspectReport, page: Page) -> list[str]:
     return page.command("next: ", *merge)
 
 
-def verify_text(report: VerifyReport, *, is_merge: bool = False, page: Page = _PLAIN) -> str:
-    """How a checkpoint compares with a reference; where it `is_merge`, how an output does with what it was made of."""
+def verify_text(report: VerifyReport, *, is_merge: bool = False, base: Path | None = None, page: Page = _PLAIN) -> str:
+    """How a checkpoint compares with a reference; where it `is_merge`, how an output does with what it was made of.
+
+    `base` is the base model that was given.
+    """
     lines = [*page.line(str(report.checkpoint), "heading"), *page.line(f"  against   {report.reference}")]
     for note in report.notes:
         lines += page.wrapped("  note      ", note)
@@ -138,7 +143,7 @@ def verify_text(report: VerifyReport, *, is_merge: bool = False, page: Page = _P
     if report.logits is not None:
         lines += page.wrapped("  logits    ", report.logits.detail)
     lines += page.wrapped("", _verdict(report, len(bad)), "good" if report.is_equal else "bad")
-    lines += _after_merge_check(report, page) if is_merge else _after_comparison(report, bad, page)
+    lines += _after_merge_check(report, base, page) if is_merge else _after_comparison(report, bad, page)
     return joined(lines)
 
 
@@ -151,11 +156,18 @@ def _verdict(report: VerifyReport, num_bad: int) -> str:
     return f"not the same: {_counted(num_bad, 'tensor')} of {total:,}"
 
 
-def _after_merge_check(report: VerifyReport, page: Page) -> list[str]:
+def _after_merge_check(report: VerifyReport, base: Path | None, page: Page) -> list[str]:
     output, checkpoint = str(report.checkpoint), str(report.reference)
     if report.is_equal:
-        return page.command("next: ", ["merger", "upload"], [output], ["REPO"])
-    return page.command("next: ", ["merger", "merge"], [checkpoint], [output], ["--overwrite"])
+        # An adapter is a repository of its own, and peft looks for it at the top of that.
+        folder = output if report.has_model else str(report.checkpoint / ADAPTER_FOLDER)
+        return page.command("next: ", ["merger", "upload"], [folder], ["REPO"])
+    mode = [] if report.has_model else [["--lora", "adapter"]]
+    return page.command("next: ", ["merger", "merge"], [checkpoint], [output], *mode, *_base(base), ["--overwrite"])
+
+
+def _base(base: Path | None) -> list[list[str]]:
+    return [] if base is None else [["--base", str(base)]]
 
 
 def _after_comparison(report: VerifyReport, bad: Sequence[TensorComparison], page: Page) -> list[str]:

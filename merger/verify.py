@@ -54,7 +54,10 @@ class TensorComparison:
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """All comparisons, in the order of the checkpoint, what only the reference has at the end."""
+    """All comparisons, in the order of the checkpoint, what only the reference has at the end.
+
+    `has_model` is false for the output of a merge that writes an adapter alone.
+    """
 
     checkpoint: Path
     reference: Path
@@ -62,6 +65,7 @@ class VerifyReport:
     num_bytes: int
     notes: tuple[str, ...]
     logits: LogitsComparison | None = None
+    has_model: bool = True
 
     @property
     def is_equal(self) -> bool:

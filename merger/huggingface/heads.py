@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from merger.huggingface.architecture import Architecture
-from merger.huggingface.names import without_wrapper_parts
+from merger.huggingface.names import without_prefixes, without_wrapper_parts
 
 # What trl calls the head, and what reads it beside a model too.
 _MODULE = "v_head"
@@ -27,6 +27,18 @@ def value_head_names(architecture: Architecture | None, names: Iterable[str]) ->
 def has_value_head(fqns: Iterable[str]) -> bool:
     """Whether there is a value head beside the model among saved names, whatever wrappers are in them."""
     return any(_MODULE in without_wrapper_parts(fqn) for fqn in fqns)
+
+
+def heads_beside(fqns: Iterable[str], expected: Iterable[str]) -> dict[str, str]:
+    """The saved names of a value head beside a model with the `expected` names, each with its name without wrappers.
+
+    >>> heads_beside(["module.v_head.bias", "module.model.v_head"], ())
+    {'module.v_head.bias': 'v_head.bias'}
+    """
+    if any(_is_of_head(name) for name in expected):
+        return {}
+    names = {fqn: ".".join(without_prefixes(without_wrapper_parts(fqn))) for fqn in fqns}
+    return {fqn: name for fqn, name in names.items() if _is_of_head(name)}
 
 
 def states_labels(config: Mapping[str, Any]) -> bool:

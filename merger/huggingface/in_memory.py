@@ -12,10 +12,12 @@ from math import prod
 from pathlib import Path
 
 from merger import algebra
+from merger.checks import shape_text
 from merger.dtypes import BY_NAME
 from merger.errors import ModelError, Problem
 from merger.huggingface.architecture import Architecture, HubLayout
 from merger.huggingface.hub_names import saved_architecture
+from merger.huggingface.lora import listed
 from merger.huggingface.movements import Movement, moved, sources
 from merger.tensors import Chunk, Record, SourceFile, StoredTensor, row_major_strides
 
@@ -29,7 +31,8 @@ def fitting(
     """The tensors of a base model under the names and in the shapes in which it has all of `layers`.
 
     They stay as they are where it has these layers so, or has them neither in memory nor on the hub. Raises
-    `ModelError` where it would have them in memory, but cannot be brought there.
+    `ModelError` where it would have them in memory, but cannot be brought there, and where it would have them on the
+    hub, but is as in memory.
     """
     layout = None if architecture is None else architecture.hub
     if architecture is None or layout is None or layers <= _layers(tensors):
@@ -37,6 +40,14 @@ def fitting(
     on_hub = saved_architecture(architecture, {name: tensor.shape for name, tensor in tensors.items()})
     if on_hub is not architecture and layers <= _layers(architecture.shapes):
         return in_memory(layout, architecture.shapes, tensors)
+    on_hub_only = sorted(layers & _layers(layout.architecture.shapes) - _layers(architecture.shapes))
+    if on_hub is architecture and on_hub_only:
+        message = (
+            "is a layer that the adapters are on, and the base model has it under the names and in the shapes in which "
+            f"{architecture.class_name} is in memory, where it is part of another; name as base a model directory as "
+            "save_pretrained writes it, or leave --base out to write the adapter alone"
+        )
+        raise ModelError(Problem("base-in-memory", on_hub_only[0], message))
     return tensors
 
 
@@ -46,7 +57,7 @@ def in_memory(
     """The tensors of a model on the hub as it has them in memory, where `shapes` are; all others stay as they are.
 
     What is made of tensors that are not there is left out. Raises `ModelError` for tensors in memory that are not made
-    of those on the hub by movements, or of ones of several types.
+    of those on the hub by movements, of which a part is not there or of another shape, or of ones of several types.
     """
     movements = {name: one for name, one in {**layout.untied, **layout.tied}.items() if name in tensors}
     pieces: dict[str, dict[_Box, StoredTensor]] = {}
@@ -54,7 +65,34 @@ def in_memory(
         for source, box, piece in _pieces(movement, shapes, tensors[name]):
             pieces.setdefault(source, {}).setdefault(box, piece)
     others = {name: tensor for name, tensor in tensors.items() if name not in movements}
+    problems = _not_there(layout, pieces, tensors)
+    if problems:
+        raise ModelError(problems)
     return {**{name: _joined(name, shapes[name], found) for name, found in pieces.items()}, **others}
+
+
+def _not_there(
+    layout: HubLayout, pieces: Mapping[str, Mapping[_Box, StoredTensor]], tensors: Mapping[str, StoredTensor]
+) -> list[Problem]:
+    """What a base lacks of the tensors of which it has a part."""
+    absent: dict[str, list[str]] = {}
+    for name, movement in layout.tied.items():
+        held = tensors.get(name)
+        for source in sources(movement):
+            if source in pieces and (held is None or held.shape != movement.shape):
+                absent.setdefault(source, []).append(
+                    name if held is None else f"{name} (has {shape_text(held.shape)}, not {shape_text(movement.shape)})"
+                )
+    return [
+        Problem(
+            "incomplete-base",
+            source,
+            f"is made of {sum(source in sources(movement) for movement in layout.tied.values())} tensors of the base "
+            f"model, of which {len(names)} are not there or not of the shape that config.json asks for: "
+            f"{listed(names)}. Name the whole base model by --base DIR.",
+        )
+        for source, names in absent.items()
+    ]
 
 
 def _layers(names: Mapping[str, object]) -> set[str]:
@@ -138,7 +176,10 @@ def _box(chunk: Chunk, shape: tuple[int, ...]) -> _Box:
 def _joined(name: str, shape: tuple[int, ...], pieces: Mapping[_Box, StoredTensor]) -> StoredTensor:
     types = {piece.dtype.name for piece in pieces.values()}
     if len(types) > 1:
-        message = f"is one tensor in memory, and of several types on the hub ({', '.join(sorted(types))})"
+        message = (
+            f"is one tensor in memory, and of several types on the hub ({', '.join(sorted(types))}); give as base a "
+            "model directory with one type for all of it"
+        )
         raise ModelError(Problem("mixed-dtypes", name, message))
     if sum(prod(sizes) for _, sizes in pieces) != prod(shape):
         message = (

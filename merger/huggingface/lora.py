@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 from merger.errors import ModelError, Problem
+from merger.huggingface.heads import heads_beside
 from merger.huggingface.names import check_distinct, strip_wrappers, without_wrapper_parts
 from merger.tensors import StoredTensor
 
@@ -68,15 +69,17 @@ class Lora:
     """A state dict under peft, sorted.
 
     All keys are names of the model as it was before peft came. `base` has the tensors of then, what was copied to be
-    trained excepted: of that `originals` has what it was and `trained` what it became. `saved_as` has for the names in
-    `base`, `originals` and `trained` the names under which they were saved. `adapters` are all names of adapters that
-    were found; the modules and trained copies are those of the first.
+    trained excepted: of that `originals` has what it was and `trained` what it became. `value_head` are those of a head
+    beside the model, which peft knows nothing of. `saved_as` has for the names in `base`, `originals`, `trained` and
+    `value_head` the names under which they were saved. `adapters` are all names of adapters that were found; the
+    modules and trained copies are those of the first.
     """
 
     modules: tuple[LoraModule, ...]
     base: Mapping[str, StoredTensor]
     originals: Mapping[str, StoredTensor]
     trained: Mapping[str, StoredTensor]
+    value_head: Mapping[str, StoredTensor]
     saved_as: Mapping[str, str]
     adapters: tuple[str, ...]
 
@@ -113,8 +116,9 @@ def has_lora(names: Iterable[str], expected: Collection[str]) -> bool:
 
 
 def holds_base(names: Iterable[str]) -> bool:
-    """Whether some of the tensors of a state dict under peft are base weights, not of adapters."""
-    return any(_parse(name).role in ("base", "original") for name in names)
+    """Whether some of the tensors of a state dict under peft are base weights, not of adapters or a value head."""
+    found = [name for name in names if _parse(name).role in ("base", "original")]
+    return len(found) > len(heads_beside(found, ()))
 
 
 def find_lora(
@@ -140,14 +144,21 @@ def find_lora(
         raise ModelError(Problem("unknown-adapter", "", message))
     adapters = tuple(sorted({one.adapter for one in parsed.values() if one.role in ("factor", "trained")}))
     chosen = _chosen(adapters, adapter)
+    # What lies beside the model has none of the prefixes by which those of the model are known.
+    heads = heads_beside((fqn for fqn, one in parsed.items() if one.role == "base"), expected or ())
     # Layers have no tensor of their own name: a weight stands for each.
-    in_model = strip_wrappers(dict.fromkeys(_pseudo(one) for one in parsed.values()), expected)
+    in_model = strip_wrappers(dict.fromkeys(_pseudo(one) for fqn, one in parsed.items() if fqn not in heads), expected)
     wrappers: dict[str, _Gathered] = {}
     kinds: dict[str, dict[str, StoredTensor]] = {"base": {}, "original": {}, "trained": {}}
     saved_as: dict[str, str] = {}
     # Of each name, for the model before peft came, for the trained copies and for the adapter.
     same: dict[str, dict[str, list[str]]] = {"model": {}, "trained": {}, "adapter": {}}
+    for fqn, name in heads.items():
+        saved_as[name] = fqn
+        same["model"].setdefault(name, []).append(fqn)
     for fqn, one in parsed.items():
+        if fqn in heads:
+            continue
         name = in_model[_pseudo(one)]
         if one.role in ("factor", "trained") and one.adapter != chosen:
             continue
@@ -172,7 +183,15 @@ def find_lora(
     )
     _check_modules(modules, adapters)
     others = tuple(name for name in adapters if name != chosen)
-    return Lora(modules, kinds["base"], kinds["original"], kinds["trained"], saved_as, (chosen, *others))
+    return Lora(
+        modules,
+        kinds["base"],
+        kinds["original"],
+        kinds["trained"],
+        {name: stored[fqn] for fqn, name in heads.items()},
+        saved_as,
+        (chosen, *others),
+    )
 
 
 def peft_name(saved: str, name: str) -> str:

@@ -55,6 +55,11 @@ def _config(lora: Lora, settings: LoraSettings, targets: list[Target] | None) ->
     """The settings that were found, or where only alpha is known what follows from the tensors."""
     config = dict(settings.config) if settings.config is not None else _told(lora, settings, targets)
     config["lora_alpha"] = settings.alpha
+    if config.get("r") is None:
+        # Where it is not stated peft takes 8.
+        config["r"] = settings.rank or _told(lora, settings, targets)["r"]
+    if settings.use_rslora and config.get("use_rslora") is None:
+        config["use_rslora"] = True
     if settings.path is not None and settings.config == config:
         return settings.path.read_bytes()
     return json.dumps(config, indent=2, sort_keys=True).encode()
@@ -91,9 +96,9 @@ def _told(lora: Lora, settings: LoraSettings, targets: list[Target] | None) -> d
 
 def _ranks(lora: Lora, targets: list[Target] | None) -> dict[str, int]:
     """The rank of each layer, or wrapped parameter, by its name."""
-    if targets is None:
-        return {module.name: module.first.shape[0] for module in lora.modules}
-    return {target.name.removesuffix(".weight"): target.rank for target in targets}
+    found = {target.module.wrapper for target in targets or ()}
+    others = {module.name: module.first.shape[0] for module in lora.modules if module.wrapper not in found}
+    return {**others, **{target.name.removesuffix(".weight"): target.rank for target in targets or ()}}
 
 
 def _target_modules(lora: Lora, layers: list[LoraModule]) -> list[str]:

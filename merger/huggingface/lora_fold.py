@@ -6,8 +6,8 @@ Pure: which factor goes with which weight, and how its product lies there, follo
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from merger.checks import shape_text
 from merger.dtypes import BY_NAME
@@ -19,6 +19,13 @@ from merger.tensors import Computation, StoredTensor, computed
 
 # Types that a weight is trained in. Others are quantised storage, which cannot be added to.
 _TRAINED_IN = frozenset({"float64", "float32", "float16", "bfloat16"})
+
+
+# What to do with factors that fit no weight, or several.
+_NOT_FITTING = (
+    "the base may be quantised, or that of another model: name the one that was trained with by --base DIR where the "
+    "checkpoint itself has none, or export the adapter alone with --lora adapter, and fold with peft"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +91,9 @@ def fold(
     """
     base = _with_tied(base, lora, ties)
     targets, problems = find_targets(lora, base, settings, conv1d)
+    problems = [replace(one, message=f"{one.message}; {_NOT_FITTING}") for one in problems]
     problems += [_square_experts(target) for target in targets if target.layout is None]
-    problems += _wrong_ranks(targets, settings) + _not_addable(targets)
+    problems += wrong_ranks(ranks_of(targets), settings) + _not_addable(targets) + _no_biases(targets, base)
     if problems:
         raise ModelError(problems)
     changed: dict[str, StoredTensor] = dict(lora.trained)
@@ -112,6 +120,8 @@ def find_targets(
     conv1d: Collection[str] = frozenset(),
 ) -> tuple[list[Target], list[Problem]]:
     """The parameter that each wrapped layer changes, and what is wrong with those that change none.
+
+    What to do about it is not in the messages: it depends on where `base` is from.
 
     It is its weight, or where several parameters of a layer are wrapped the one whose shape fits. `settings` and
     `conv1d` say how square weights lie, which their shapes do not.
@@ -146,6 +156,11 @@ def find_targets(
         num_experts = weight.shape[0] if "experts" in layouts or "transposed_experts" in layouts else 1
         targets.append(Target(module, name, weight, module.first.shape[0] // num_experts, layout))
     return targets, problems
+
+
+def ranks_of(targets: Iterable[Target]) -> list[tuple[LoraModule, str, int]]:
+    """Layers with the names by which their settings are found, and their ranks."""
+    return [(target.module, _setting_name(target), target.rank) for target in targets]
 
 
 def without_data(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, StoredTensor]:
@@ -227,12 +242,6 @@ def _changed(target: Target, settings: LoraSettings, base: Mapping[str, StoredTe
     changed = {target.name: computed(Computation(weight.fqn, weight.dtype, weight.shape, tuple(inputs), operation))}
     if module.bias is not None:
         name = f"{module.name}.bias"
-        if name not in base or base[name].shape != module.bias.shape:
-            message = (
-                "the adapter has a bias (lora_bias), but the layer has none of that shape to add it to, so it cannot "
-                "be folded; export the adapter alone with --lora adapter"
-            )
-            raise ModelError(Problem("no-base-bias", name, message))
         inputs = [base[name], module.bias]
         computation = Computation(base[name].fqn, base[name].dtype, base[name].shape, tuple(inputs), AddScaled(scaling))
         changed[name] = computed(computation)
@@ -244,23 +253,41 @@ def _setting_name(target: Target) -> str:
     return target.name.removesuffix(".weight")
 
 
-def _wrong_ranks(targets: Sequence[Target], settings: LoraSettings) -> list[Problem]:
+def wrong_ranks(ranks: Iterable[tuple[LoraModule, str, int]], settings: LoraSettings) -> list[Problem]:
+    """That layers have another rank than is stated: then alpha may be that of another run too.
+
+    `ranks` has layers with the name by which their settings are found, and the rank of their factors.
+    """
     wrong = [
-        (target, stated)
-        for target in targets
-        if (stated := settings.rank_of(_setting_name(target))) is not None and stated != target.rank
+        (module, rank, stated)
+        for module, name, rank in ranks
+        if (stated := settings.rank_of(name)) is not None and stated != rank
     ]
     if not wrong:
         return []
-    target, stated = wrong[0]
+    module, rank, stated = wrong[0]
     more = f" (and {len(wrong) - 1} more layers)" if len(wrong) > 1 else ""
     return [
         Problem(
             "lora-rank",
-            target.module.wrapper,
-            f"has factors of rank {target.rank}, but {settings.path} states {stated}{more}; the settings are those of "
+            module.wrapper,
+            f"has factors of rank {rank}, but {settings.path} states {stated}{more}; the settings are those of "
             "another run: put the right ones there, or remove them and give --lora-alpha N",
         )
+    ]
+
+
+def _no_biases(targets: Sequence[Target], base: Mapping[str, StoredTensor]) -> list[Problem]:
+    return [
+        Problem(
+            "no-base-bias",
+            f"{module.name}.bias",
+            f"the adapter has a bias of shape {shape_text(module.bias.shape)} (lora_bias), but the layer has none of "
+            "that shape to add it to, so it cannot be folded; export the adapter alone with --lora adapter",
+        )
+        for module in (target.module for target in targets)
+        if module.bias is not None
+        if (held := base.get(f"{module.name}.bias")) is None or held.shape != module.bias.shape
     ]
 
 
@@ -294,7 +321,5 @@ def _no_weight(module: LoraModule, parameters: Mapping[str, StoredTensor], fits:
         held = ", ".join(f"{name} {shape_text(tensor.shape)}" for name, tensor in sorted(parameters.items()))
         message = f"has factors of shape {shapes}, which fit none of its parameters: {held}"
     else:
-        message = (
-            f"has factors of shape {shapes}, but the base weights have no such layer; name the model that was trained"
-        )
+        message = f"has factors of shape {shapes}, but the base has no such layer"
     return Problem("no-base-weight", module.wrapper, message)

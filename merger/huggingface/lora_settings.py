@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from merger.errors import ModelError, Problem
+from merger.errors import Faults, ModelError, Problem
 
 Number = TypeVar("Number", int, float)
 
@@ -77,48 +77,51 @@ def read_settings(folders: Iterable[Path], *, alpha: float | None) -> LoraSettin
     Raises `ModelError` where alpha is not known, where two files disagree, and for settings that are not understood.
     """
     places = list(dict.fromkeys((folder / below).resolve() for folder in folders for below in _FOLDERS))
-    configs = [(path, _read(path)) for place in places if (path := place / CONFIG_NAME).is_file()]
-    metas = [(path, _read(path)) for place in places if (path := place / _META_NAME).is_file()]
-    found = [*configs, *metas]
-    main_path = found[0][0] if found else None
-    main = found[0][1] if found else {}
+    paths = [path for name in (CONFIG_NAME, _META_NAME) for place in places if (path := place / name).is_file()]
+    faults = Faults()
+    found: list[tuple[Path, dict[str, Any]]] = []
+    for path in paths:
+        with faults:
+            found.append((path, _read(path)))
+    faults.raise_all()
+    config = found[0] if found and found[0][0].name == CONFIG_NAME else None
+    # Of each setting the file that counts: the first that states it.
+    stated_in = {key: path for path, content in reversed(found) for key in content if content[key] is not None}
+    stated = {key: dict(found)[path][key] for key, path in stated_in.items()}
     problems = [
         Problem(
             "lora-settings",
-            str(other_path),
-            f"states {key} {_shown(other[key])}, but {main_path} states {_shown(main[key])}; remove the one that is "
-            "not of this run",
+            str(path),
+            f"states {key} {_shown(content[key])}, but {stated_in[key]} states {_shown(stated[key])}; remove the one "
+            "that is not of this run",
         )
-        for other_path, other in found[1:]
+        for path, content in found
         for key in ("r", "lora_alpha", "use_rslora")
-        if other.get(key) is not None and main.get(key) is not None and other[key] != main[key]
+        if content.get(key) is not None and path != stated_in[key] and content[key] != stated[key]
         if not (key == "lora_alpha" and alpha is not None)
     ]
-    if configs:
-        problems += _not_folded(*configs[0])
-    patterns = {key: _pattern(main.get(key)) for key in ("rank_pattern", "alpha_pattern")}
-    problems += [
-        Problem("lora-settings", str(main_path), f"{key} holds {_shown(regex)}, which is no regular expression")
-        for key, pattern in patterns.items()
-        for regex in pattern
-        if not _is_regex(regex)
-    ]
-    stated = main.get("lora_alpha")
-    known = alpha if alpha is not None else stated if _is_positive(stated) else None
-    if known is None:
-        problems.append(_no_alpha(main_path, stated))
+    if config is not None:
+        problems += _not_folded(*config)
+    for key in ("rank_pattern", "alpha_pattern"):
+        if key in stated:
+            problems += _wrong_pattern(stated_in[key], key, stated[key])
+    known = alpha if alpha is not None else stated.get("lora_alpha")
+    if not _is_positive(known):
+        where = stated_in.get("lora_alpha", found[0][0] if found else None)
+        problems.append(_no_alpha(where, stated.get("lora_alpha")))
     if problems:
         raise ModelError(problems)
     assert known is not None
     return LoraSettings(
-        path=main_path,
-        config=configs[0][1] if configs else None,
+        path=found[0][0] if found else None,
+        config=None if config is None else config[1],
         alpha=known,
-        rank=main["r"] if _is_positive(main.get("r")) else None,
-        rank_pattern=patterns["rank_pattern"],
-        alpha_pattern=patterns["alpha_pattern"],
-        use_rslora=main.get("use_rslora") is True,
-        task_type=main["task_type"] if isinstance(main.get("task_type"), str) else None,
+        rank=stated["r"] if _is_positive(stated.get("r")) else None,
+        rank_pattern=stated.get("rank_pattern", {}),
+        alpha_pattern=stated.get("alpha_pattern", {}),
+        # As peft takes it, which does not ask for a bool.
+        use_rslora=bool(stated.get("use_rslora")),
+        task_type=stated["task_type"] if isinstance(stated.get("task_type"), str) else None,
     )
 
 
@@ -137,7 +140,11 @@ def _read(path: Path) -> dict[str, Any]:
 def _not_folded(path: Path, config: Mapping[str, Any]) -> Sequence[Problem]:
     kind = config.get("peft_type", "LORA")
     if kind != "LORA":
-        return [Problem("unknown-adapter", str(path), f"is of peft_type {kind}; this version folds LORA only")]
+        message = (
+            f"states peft_type {_shown(kind)}: this version folds LORA alone. Fold them in where they were trained and "
+            "save again."
+        )
+        return [Problem("unknown-adapter", str(path), message)]
     return [
         Problem(
             "unknown-adapter",
@@ -165,26 +172,47 @@ def _no_alpha(path: Path | None, stated: object) -> Problem:
 
 
 def _matching(pattern: Mapping[str, Number], layer: str) -> Iterator[Number]:
-    """The values of a pattern whose keys match the end of a layer's name. Source: `peft.utils.get_pattern_key`."""
-    return (value for key, value in pattern.items() if re.fullmatch(rf"(.*\.)?({key})", layer))
+    """The values of a pattern whose keys match the end of a layer's name."""
+    return (value for key, value in pattern.items() if re.fullmatch(_at_the_end(key), layer))
 
 
-def _pattern(value: object) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        return {}
-    return {key: number for key, number in value.items() if _is_positive(number)}
+def _wrong_pattern(path: Path, key: str, pattern: object) -> list[Problem]:
+    """What of a pattern cannot be used. Left out, its layers would count as all others do."""
+    is_rank = key == "rank_pattern"
+    number = "whole number" if is_rank else "number"
+    wrong = []
+    if not isinstance(pattern, dict):
+        wrong.append(f"{key} is {_shown(pattern)}, not an object of patterns and numbers")
+        pattern = {}
+    wrong += [
+        f"{key} holds {_shown(regex)}, which is no regular expression for the end of a layer's name"
+        for regex in pattern
+        if not _is_regex(regex)
+    ]
+    wrong += [
+        f"{key} states for {regex} {_shown(value)}, which is no {number} above 0"
+        for regex, value in pattern.items()
+        if not _is_positive(value) or (is_rank and not isinstance(value, int))
+    ]
+    ask = "put the settings there that it was trained with"
+    return [Problem("lora-settings", str(path), f"{one}; {ask}") for one in wrong]
 
 
 def _is_regex(text: str) -> bool:
     try:
-        re.compile(text)
-    except re.error:
+        re.compile(_at_the_end(text))
+    except (re.error, OverflowError, RecursionError):
         return False
     return True
 
 
+def _at_the_end(regex: str) -> str:
+    """The regular expression of names that end in one. Source: `peft.utils.other.get_pattern_key`."""
+    return rf"(.*\.)?({regex})"
+
+
 def _is_positive(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
 
 
 def _shown(value: object) -> str:

@@ -78,6 +78,18 @@ def without_wrapper_parts(fqn: str) -> tuple[str, ...]:
     return tuple(part for part in fqn.split(".") if part not in _WRAPPERS)
 
 
+def without_prefixes(parts: tuple[str, ...]) -> tuple[str, ...]:
+    """The components of a name without the prefixes that lead it, whatever other names have.
+
+    >>> without_prefixes(("module", "pretrained_model", "norm"))
+    ('norm',)
+    """
+    for prefix in _PREFIXES:
+        if parts[: len(prefix)] == prefix:
+            return without_prefixes(parts[len(prefix) :])
+    return parts
+
+
 def ignored_names(architecture: Architecture, names: Iterable[str]) -> list[str]:
     """Names that are not the architecture's, but that its class says may be there and are not read: to be left out."""
     return [name for name in names if name not in architecture.shapes and _is_ignored(architecture, name)]

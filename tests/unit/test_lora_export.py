@@ -92,3 +92,13 @@ def test_the_rank_of_experts_is_the_one_that_settings_state(tmp_path: Path) -> N
     assert report.lora is not None
     assert report.lora.ranks == {3: 2}
     assert exported(tmp_path / "out")[1]["r"] == 3
+
+
+@pytest.mark.parametrize("meta", [{"r": 3, "lora_alpha": 12, "use_rslora": True}, {"lora_alpha": 12}])
+def test_what_peft_would_take_otherwise_is_stated(meta: dict[str, Any], tmp_path: Path) -> None:
+    """Where adapter_config.json leaves it out."""
+    folder = saved(adapters_of(under_peft(target_modules=["wide"])), tmp_path / "checkpoint", **meta)
+    (folder / "adapter_config.json").write_text('{"peft_type": "LORA", "target_modules": ["wide"]}')
+    merger.merge(folder, tmp_path / "out")
+    expected = {"peft_type": "LORA", "target_modules": ["wide"], "r": 3, **meta}
+    assert exported(tmp_path / "out")[1] == expected

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
+import merger
 from merger import computing
+from merger.errors import ModelError
 from tests.unit.peft_models import EXPERTS, Tensors, base_of, folded, merged, saved, under_peft
 
 LAYERS: dict[str, dict[str, Any]] = {
@@ -125,3 +129,137 @@ def test_a_band_is_the_same_whatever_is_read_around_it(tmp_path: Path, monkeypat
     first = merged(folder, tmp_path / "first", workers=1)
     other = merged(folder, tmp_path / "other", workers=4)
     assert differing(first, other) == {}
+
+
+def factors(layer: str, rank: int, inputs: int, outputs: int) -> Tensors:
+    """Those of a layer, under the names that peft saves."""
+    own = f"base_model.model.{layer}"
+    return {
+        f"{own}.lora_A.default.weight": torch.ones(rank, inputs),
+        f"{own}.lora_B.default.weight": torch.ones(outputs, rank),
+    }
+
+
+def weights(**shapes: tuple[int, ...]) -> Tensors:
+    return {f"base_model.model.{name.replace('__', '.')}": torch.ones(shape) for name, shape in shapes.items()}
+
+
+def refused(folder: Path, **options: Any) -> list[tuple[str, str]]:
+    """Kind and whole message of all that a merge is refused for."""
+    with pytest.raises(ModelError) as caught:
+        merged(folder, folder.parent / "out", **options)
+    assert not (folder.parent / "out").exists()
+    return [(problem.kind, str(problem)) for problem in caught.value.problems]
+
+
+def exports_alone(folder: Path) -> bool:
+    """Whether the adapter is written by itself, as messages advise, with all of its factors."""
+    merger.merge(folder, folder.parent / "alone", lora="adapter")
+    names = load_file(folder.parent / "alone" / "lora_adapter" / "adapter_model.safetensors").keys()
+    told = json.loads((folder.parent / "alone" / "lora_adapter" / "adapter_config.json").read_text())
+    return len(names) > 0 and told["r"] == 3
+
+
+ASK = (
+    "the base may be quantised, or that of another model: name the one that was trained with by --base DIR where the "
+    "checkpoint itself has none, or export the adapter alone with --lora adapter, and fold with peft"
+)
+
+
+@pytest.mark.parametrize(
+    ("base", "found"),
+    [
+        # As bitsandbytes lays four bits per element.
+        (
+            weights(q__base_layer__weight=(24, 1), q__base_layer__bias=(8,)),
+            "fit none of its parameters: bias (8), weight (24, 1)",
+        ),
+        (weights(k__weight=(8, 6)), "but the base has no such layer"),
+    ],
+    ids=["quantised", "no layer"],
+)
+def test_factors_that_fit_no_weight_are_told(base: Tensors, found: str, tmp_path: Path) -> None:
+    folder = saved({**factors("q", 3, 6, 8), **base}, tmp_path / "checkpoint", r=3, lora_alpha=12)
+    comma = "" if found.startswith("but") else " which"
+    assert refused(folder) == [("no-base-weight", f"q: has factors of shape (3, 6) and (8, 3),{comma} {found}; {ASK}")]
+    assert exports_alone(folder)
+
+
+def test_factors_that_fit_several_parameters_are_told(tmp_path: Path) -> None:
+    """Which of them peft wrapped, only its own settings say."""
+    base = weights(experts__base_layer__up=(5, 8, 6), experts__base_layer__gate=(5, 8, 6))
+    folder = saved({**factors("experts", 15, 6, 8), **base}, tmp_path / "checkpoint", lora_alpha=12)
+    several = "experts: has factors of shape (15, 6) and (8, 15), which fit several of its parameters: gate, up"
+    assert refused(folder) == [("no-base-weight", f"{several}; {ASK}")]
+    settings = {"peft_type": "LORA", "r": 3, "lora_alpha": 12, "target_parameters": ["experts.up"]}
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
+    assert exports_alone(folder)
+
+
+@pytest.mark.parametrize("mode", ["adapter", "base"])
+def test_an_adapter_of_which_settings_would_be_made_up_is_not_written(mode: str, tmp_path: Path) -> None:
+    """Nested wrappers are on parameters, and which these are nothing says here."""
+    base = weights(experts__base_layer__up=(5, 8, 6), experts__base_layer__gate=(5, 8, 6))
+    nested = {**factors("experts", 15, 6, 8), **factors("experts.base_layer", 15, 6, 8)}
+    folder = saved({**nested, **base}, tmp_path / "checkpoint", lora_alpha=12)
+    found = "has factors of shape (15, 6) and (8, 15), which fit several of its parameters: gate, up"
+    ask = "put adapter_config.json beside the checkpoint, which says what it is"
+    assert refused(folder, lora=mode) == [
+        ("no-base-weight", f"{wrapper}: {found}; {ask}") for wrapper in ("experts", "experts.base_layer")
+    ]
+
+
+@pytest.mark.parametrize("mode", ["both", "adapter"])
+def test_a_rank_that_is_not_the_stated_one_is_told_in_every_mode(mode: str, tmp_path: Path) -> None:
+    """An adapter with the settings of another run does not load, or counts for more or less than it did."""
+    for name, base in (("whole", weights(q__weight=(8, 6), k__weight=(8, 6))), ("alone", {})):
+        state = {**factors("q", 3, 6, 8), **factors("k", 3, 6, 8), **base}
+        folder = saved(state, tmp_path / name, r=4, lora_alpha=12)
+        message = (
+            f"k: has factors of rank 3, but {folder}/lora_train_meta.json states 4 (and 1 more layers); the settings "
+            "are those of another run: put the right ones there, or remove them and give --lora-alpha N"
+        )
+        assert refused(folder, lora=mode) == [("lora-rank", message)]
+
+
+def test_a_quantised_base_is_told(tmp_path: Path) -> None:
+    base = {"base_model.model.q.base_layer.weight": torch.ones(8, 6).to(torch.float8_e4m3fn)}
+    folder = saved({**factors("q", 3, 6, 8), **base}, tmp_path / "checkpoint", lora_alpha=12)
+    message = (
+        "q.weight: is float8_e4m3fn, to which LoRA cannot be added: the base is quantised. Export the adapter alone "
+        "with --lora adapter, and use it on the base model."
+    )
+    assert refused(folder) == [("quantised-base", message)]
+    assert exports_alone(folder)
+
+
+def test_square_experts_are_not_folded_by_a_guess(tmp_path: Path) -> None:
+    base = weights(experts__base_layer__up=(5, 6, 6))
+    folder = saved({**factors("experts", 15, 6, 6), **base}, tmp_path / "checkpoint", lora_alpha=12)
+    message = (
+        "experts.up: has experts of shape (6, 6), from which it cannot be told whether they lie as (outputs, inputs) "
+        "or as (inputs, outputs); export the adapter alone with --lora adapter, and fold with peft"
+    )
+    assert refused(folder) == [("lora-layout", message)]
+    assert exports_alone(folder)
+
+
+def test_a_bias_without_one_to_add_it_to_is_told(tmp_path: Path) -> None:
+    base = weights(q__base_layer__weight=(8, 6))
+    biases = {"base_model.model.q.lora_B.default.bias": torch.ones(8)}
+    folder = saved({**factors("q", 3, 6, 8), **base, **biases}, tmp_path / "checkpoint", lora_alpha=12)
+    message = (
+        "q.bias: the adapter has a bias of shape (8) (lora_bias), but the layer has none of that shape to add it to, "
+        "so it cannot be folded; export the adapter alone with --lora adapter"
+    )
+    assert refused(folder) == [("no-base-bias", message)]
+    assert exports_alone(folder)
+
+
+def test_what_cannot_be_folded_is_told_all_at_once(tmp_path: Path) -> None:
+    base = weights(q__base_layer__weight=(8, 6), experts__base_layer__up=(5, 6, 6))
+    biases = {"base_model.model.q.lora_B.default.bias": torch.ones(8)}
+    state = {**factors("q", 2, 6, 8), **factors("k", 3, 6, 8), **factors("experts", 15, 6, 6), **base, **biases}
+    folder = saved(state, tmp_path / "checkpoint", r=3, lora_alpha=12)
+    kinds = [kind for kind, _ in refused(folder)]
+    assert kinds == ["no-base-weight", "lora-layout", "lora-rank", "no-base-bias"]

@@ -408,8 +408,8 @@ MUTANTS = (
     Mutant(
         "an alpha that is not stated taken for r (S15)",
         "merger/huggingface/lora_settings.py",
-        "stated if _is_positive(stated) else None",
-        'stated if _is_positive(stated) else main.get("r")',
+        'known = alpha if alpha is not None else stated.get("lora_alpha")',
+        'known = alpha if alpha is not None else stated.get("lora_alpha", stated.get("r"))',
         "tests/unit/test_lora_settings.py",
     ),
     Mutant(
@@ -452,8 +452,8 @@ MUTANTS = (
     Mutant(
         "a value head left out of all files (S20)",
         "merger/planning.py",
-        "        if outputs.value_head:\n",
-        "        if outputs.value_head and not outputs.tensors:\n",
+        "    if outputs.value_head:\n",
+        "    if outputs.value_head and not outputs.tensors:\n",
         "tests/unit/test_planning.py",
     ),
     Mutant(

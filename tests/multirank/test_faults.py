@@ -22,7 +22,7 @@ from fixtures.cases import CASES
 from fixtures.faults import FAULTS
 from merger.errors import CheckpointError, ChecksumError, MergerError, ModelError, NotACheckpointError
 
-FAULTY = {case.fault: case for case in CASES.values() if case.fault and case.base == FAULTS[case.fault].base}
+FAULTY = {name: CASES[f"{fault.base}+{name}"] for name, fault in FAULTS.items()}
 TIED = "lm_head.weight equals model.embed_tokens.weight, to which it is tied; written once"
 
 STALE = (
@@ -397,6 +397,13 @@ MERGED: dict[str, tuple[str, ...]] = {
             "model.embed_tokens.weight"
         ),
     ),
+    "prefixed_deep": (
+        TIED,
+        (
+            "names stripped of wrappers: 26, such as model.base_model.model.embed_tokens._fsdp_wrapped_module.weight "
+            "-> model.embed_tokens.weight"
+        ),
+    ),
     "prefixed_trl": (
         (
             "the value head is in value_head.safetensors, as LlamaForCausalLM has no place for it, and from_pretrained "
@@ -453,6 +460,10 @@ MERGED: dict[str, tuple[str, ...]] = {
         ),
     ),
     "remote_code": (TIED,),
+    "slow_tokenizer": (TIED,),
+    "template_in_tokenizer_config": (TIED,),
+    "template_in_json": ("renamed as on the hub: 64, such as lm_head.weight -> language_model.lm_head.weight",),
+    "templates_with_names": (TIED,),
     "tokenizer_missing": (
         TIED,
         "beside config.json is no tokenizer, so the output has none; copy it from the base model",
@@ -460,7 +471,7 @@ MERGED: dict[str, tuple[str, ...]] = {
 }
 
 # Where the head is written, because it differs from the embedding, or is not tied to it.
-WRITTEN = {"tied_diverged", "prefixed_trl"}
+WRITTEN = {"tied_diverged", "prefixed_trl", "template_in_json"}
 
 
 def normalised(text: str, folder: Path, sound: Path) -> str:
@@ -505,10 +516,12 @@ def test_is_merged_exactly_and_said(fault: str, checkpoint: Callable[[str], Path
     case = FAULTY[fault]
     made = checkpoint(case.name)
     folder = made / "checkpoint"
+    (exact,) = (outcome for outcome in case.expected if isinstance(outcome, Exact))
+    truth = load_file(made / "truth" / f"{exact.truth}.safetensors")
+    if exact.truth == "saved" and truth.keys() == load_file(made / "truth" / "truth.safetensors").keys():
+        pytest.skip("this version of transformers has the same names in memory, so there is nothing to say")
     report = merger.merge(folder, tmp_path / "out")
     assert tuple(note.replace(str(folder), "@") for note in report.notes) == MERGED[fault]
-    (exact,) = (outcome for outcome in case.expected if isinstance(outcome, Exact))
-    truth = load_file(made / "truth" / "truth.safetensors")
     truth = exact.change(truth) if exact.change is not None else truth
     if fault not in WRITTEN:
         del truth["lm_head.weight"]
@@ -518,3 +531,23 @@ def test_is_merged_exactly_and_said(fault: str, checkpoint: Callable[[str], Path
     assert set(merged) == set(truth)
     assert {name for name in truth if not torch.equal(merged[name], truth[name])} == set()
     assert merger.verify_merge(tmp_path / "out", folder).is_equal
+
+
+@pytest.mark.parametrize("fault", ["no_huggingface", "no_architectures", "no_model_type"])
+@pytest.mark.parametrize("way", ["weights_only", "config"])
+def test_without_a_config_that_can_be_used_weights_are_merged_where_that_is_asked_for(
+    fault: str, way: str, checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """L6: alone, or with the config.json of another folder."""
+    made = checkpoint(FAULTY[fault].name)
+    truth = load_file(made / "truth" / "truth.safetensors")
+    if way == "weights_only":
+        merger.merge(made / "checkpoint", tmp_path / "out", weights_only=True)
+    else:
+        right = checkpoint(FAULTS[fault].base) / "checkpoint" / "huggingface"
+        merger.merge(made / "checkpoint", tmp_path / "out", config=right)
+        del truth["lm_head.weight"]
+        assert (tmp_path / "out" / "config.json").read_bytes() == (right / "config.json").read_bytes()
+    merged = load_file(tmp_path / "out" / "model.safetensors")
+    assert merged.keys() == truth.keys()
+    assert {name for name in truth if not torch.equal(merged[name], truth[name])} == set()

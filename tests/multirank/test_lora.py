@@ -23,7 +23,7 @@ from fixtures.cases import CASES
 from fixtures.conformance.adapters import adapter_faults
 from fixtures.conformance.loading import own_dtype
 from fixtures.conformance.weights import read_truth, read_weights
-from fixtures.models import FUSED
+from fixtures.models import CONVERTED
 from merger.errors import ModelError
 
 LORAS = {
@@ -54,7 +54,7 @@ def logits(model: Any, made: Path) -> torch.Tensor:
 
 def truth(made: Path, stem: str) -> dict[str, torch.Tensor]:
     """The tensors "folded" or "base" of a case, under the names of the hub where those in memory are others."""
-    is_fused = CASES[made.name].model in FUSED
+    is_fused = CASES[made.name].model in CONVERTED
     return read_truth(made / "truth", {"folded": "saved", "base": "base_saved"}[stem] if is_fused else stem)
 
 

@@ -127,6 +127,26 @@ class TestDifferences:
         apart = {"head": WEIGHT + 1, "embedding": WEIGHT}
         assert differences({"embedding": WEIGHT}, apart, ties=ties) == ["1 tensor is missing: head"]
 
+    def test_an_alias_must_be_left_out_where_it_is_to_be_written_once(self) -> None:
+        """S12."""
+        ties, both = (("head", "embedding"),), {"head": WEIGHT, "embedding": WEIGHT.clone()}
+        assert differences({"embedding": WEIGHT}, both, ties=ties, once=True) == []
+        wrong = ["head: is written again, though it is tied to what equals it"]
+        assert differences(both, both, ties=ties, once=True) == wrong
+        assert differences(both, both, ties=ties) == []
+        apart = {"head": WEIGHT + 1, "embedding": WEIGHT}
+        assert differences(apart, apart, ties=ties, once=True) == []
+
+    @pytest.mark.parametrize("policy", ["any", "keep", "bf16"])
+    def test_what_the_architecture_keeps_is_never_cast(self, policy: DtypePolicy) -> None:
+        """S13."""
+        expected = {"bias": WEIGHT, "w": WEIGHT.bfloat16()}
+        assert differences(expected, expected, kept=["bias"], policy=policy) == []
+        rounded = {"bias": WEIGHT.bfloat16(), "w": WEIGHT.bfloat16()}
+        wrong = ["bias: bfloat16 instead of float32"]
+        assert differences(rounded, expected, kept=["bias"], policy=policy) == wrong
+        assert differences(rounded, expected) == []
+
     def test_another_order_of_additions_is_allowed_only_where_that_is_said(self) -> None:
         nearly = WEIGHT * (1 + 1e-6)
         assert differences({"a": nearly}, {"a": WEIGHT}, close=True) == []

@@ -195,6 +195,10 @@ def test_edits_on_all_ranks_are_those_described(checkpoint: CopyOf) -> None:
         ("prefixed_ddp", "module.model.layers.0.mlp.gate_proj.weight"),
         ("prefixed_peft", "base_model.model.model.layers.0.mlp.gate_proj.weight"),
         (
+            "prefixed_deep",
+            f"model.base_model.model.layers.0.module.mlp._orig_mod.gate_proj._checkpoint_wrapped_module.{FSDP}weight",
+        ),
+        (
             "prefixed_mixed",
             f"module._orig_mod.{FSDP}model.layers.0.{FSDP}_checkpoint_wrapped_module._orig_mod.mlp.gate_proj.weight",
         ),
@@ -328,3 +332,24 @@ def test_side_files_are_missing_or_added_as_described(checkpoint: CopyOf) -> Non
         "huggingface/modeling_own.py",
         "huggingface/preprocessor_config.json",
     }
+    assert changed(checkpoint, "slow_tokenizer") == {
+        "huggingface/added_tokens.json",
+        "huggingface/merges.txt",
+        "huggingface/vocab.json",
+    }
+
+
+def test_a_chat_template_is_in_the_place_that_is_described(checkpoint: CopyOf) -> None:
+    """L8: the file of its own that it has in the sound case, moved to the other places or with one beside it."""
+    folders = {fault: broken(checkpoint, fault) / "huggingface" for fault in FAULTS if fault.startswith("template")}
+    jinja = (checkpoint(QWEN2) / "checkpoint/huggingface/chat_template.jinja").read_text()
+    assert jinja.startswith("{% for message in messages %}")
+    told = {fault: folder / "chat_template.jinja" for fault, folder in folders.items()}
+    assert {fault for fault, path in told.items() if path.exists()} == {"templates_with_names"}
+    inside = json.loads((folders["template_in_tokenizer_config"] / "tokenizer_config.json").read_text())
+    assert inside["chat_template"] == jinja
+    assert json.loads((folders["template_in_json"] / "chat_template.json").read_text()) == {"chat_template": jinja}
+    others = folders["templates_with_names"] / "additional_chat_templates"
+    assert [path.name for path in others.iterdir()] == ["tool_use.jinja"]
+    sound = contents(checkpoint(FAULTS["template_in_json"].base) / "checkpoint")
+    assert {"huggingface/preprocessor_config.json", "huggingface/processor_config.json"} <= set(sound)

@@ -13,6 +13,7 @@ from safetensors import safe_open
 
 import merger
 from fixtures import architectures
+from tests.multirank.saved_files import IS_4, content
 
 # Small enough that every model has an index.
 SHARD_SIZE = "30KB"
@@ -59,10 +60,12 @@ def test_a_merge_writes_the_files_that_save_pretrained_of_the_whole_model_writes
     assert len(weights) > 2
     assert sorted(path.name for path in merged.glob("model*.safetensors*")) == weights
     for file in weights:
-        assert (merged / file).read_bytes() == (saved / file).read_bytes(), file
+        assert content(merged / file) == content(saved / file), file
     # Of a model whose ties are broken it writes the aliases too.
     untied = {fqn: tensor.clone() for fqn, tensor in model.state_dict().items()}
     model.save_pretrained(tmp_path / "untied", state_dict=untied)
     names = [_names(folder) for folder in (saved, tmp_path / "untied")]
     assert ({*report.tied.values()} <= names[0], {*report.tied}) == (True, names[1] - names[0])
-    assert torch.equal(logits(loaded(type(model), merged)), logits(model))
+    # transformers 4 computes on tensors where a file lies in memory, and other alignments give other last digits.
+    limit = 1e-5 if IS_4 else 0.0
+    torch.testing.assert_close(logits(loaded(type(model), merged)), logits(model), rtol=limit, atol=limit)

@@ -89,13 +89,16 @@ def test_what_should_have_been_made_and_was_not_is_wrong(
     assert capsys.readouterr().out.endswith("\n1 of the skipped should have been made: tensors-columns\n")
 
 
-@pytest.mark.parametrize(("own", "state"), [((99, 0), "skipped"), ((2, 0), "FAILED ")])
-def test_a_release_is_excused_for_what_it_lacks_if_it_is_older_than_the_cases(
-    own: tuple[int, int], state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("own", "excuse", "state"),
+    [((99, 0), "has no attribute 'float7'", "skipped"), ((99, 0), "float8", "FAILED "), ((2, 0), "float7", "FAILED ")],
+)
+def test_a_release_is_excused_for_what_it_is_known_to_lack_if_it_is_older_than_the_cases(
+    own: tuple[int, int], excuse: str, state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The reason is what the ranks say. A release that lacks something it should have is a failure."""
     monkeypatch.setattr(elsewhere, "OWN_TORCH", own)
-    monkeypatch.setattr(elsewhere, "OWN_TRANSFORMERS", (4, 0))
+    monkeypatch.setattr(elsewhere, "EXCUSES", (excuse,))
     (spec, *_) = CASES["tensors-columns"].tensors
     lacking = replace(CASES["tensors-columns"], tensors=(replace(spec, dtype="float7"),))
     monkeypatch.setitem(CASES, "tensors-columns", lacking)
@@ -123,6 +126,15 @@ def _exit(rank: int, world_size: int) -> None:  # noqa: ARG001 - what a pool cal
     import os
 
     os._exit(7)
+
+
+def test_a_model_that_transformers_does_not_have_yet_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(CASES, "llava-fp32-w4", replace(CASES["llava-fp32-w4"], transformers_since=(99, 1)))
+    made = make_all(["llava-fp32-w4"], tmp_path / "made", lambda _: None)
+    assert made.skipped == {"llava-fp32-w4": "transformers before 99.1 has no such model"}
+    assert made.failed == ()
 
 
 def test_a_folder_that_nothing_was_made_in_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

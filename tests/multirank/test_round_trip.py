@@ -11,6 +11,8 @@ from safetensors.torch import load_file
 
 import merger
 from fixtures.cases import CASES
+from fixtures.conformance.loading import own_dtype
+from tests.multirank.saved_files import IS_4, content
 from tests.unit.archives import bits
 
 # The plain way: what else the table holds is judged in test_cases.py.
@@ -63,13 +65,15 @@ def test_a_model_loads_and_computes_the_same(name: str, checkpoint: Callable[[st
     case, made, out = CASES[name], checkpoint(name), tmp_path / "out"
     report = merger.merge(made / "checkpoint", out)
     assert as_bits(load_file(out / "model.safetensors")) == as_bits(expected_weights(made, case.config_dtype))
-    model, loading = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
+    model, loading = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True, **own_dtype())
     assert not any(loading.values())
     truth = load_file(made / "truth" / "truth_logits.safetensors")
     with torch.no_grad():
         logits = model(input_ids=truth["input_ids"]).logits
     if case.dtype == case.config_dtype:
-        assert torch.equal(logits, truth["logits"])
+        # transformers 4 computes on tensors where a file lies in memory, and other alignments give other last digits.
+        limit = 4 * torch.finfo(logits.dtype).eps if IS_4 else 0.0
+        torch.testing.assert_close(logits, truth["logits"], rtol=limit, atol=limit)
     else:
         assert torch.allclose(logits.float(), truth["logits"], atol=0.05)
     assert str(model.dtype) == f"torch.{case.config_dtype}"
@@ -88,7 +92,8 @@ def test_config_json_states_what_the_file_holds(dtype: str, checkpoint: Callable
     report = merger.merge(made / "checkpoint", tmp_path / "out", dtype=dtype)  # type: ignore[arg-type]
     held = "float32" if dtype == "keep" else dtype
     assert report.dtypes == {held: 26}
-    assert str(AutoConfig.from_pretrained(tmp_path / "out").dtype) == f"torch.{held}"
+    config = AutoConfig.from_pretrained(tmp_path / "out")
+    assert (config.torch_dtype if IS_4 else config.dtype) == getattr(torch, held)
     assert as_bits(load_file(tmp_path / "out" / "model.safetensors")) == as_bits(expected_weights(made, held))
 
 
@@ -105,4 +110,4 @@ def test_a_merge_equals_what_save_pretrained_writes(checkpoint: Callable[[str], 
     assert len(weights) > 2
     assert sorted(path.name for path in (tmp_path / "merged").glob("model*.safetensors*")) == weights
     for name in weights:
-        assert (tmp_path / "merged" / name).read_bytes() == (tmp_path / "saved" / name).read_bytes(), name
+        assert content(tmp_path / "merged" / name) == content(tmp_path / "saved" / name), name

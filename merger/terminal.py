@@ -64,7 +64,8 @@ def upload_text(report: UploadReport, *, page: Page = _PLAIN) -> str:
     if report.deleted:
         lines += page.wrapped("  deleted   ", ", ".join(report.deleted))
     model = f'"{report.repo}"' + (f', revision="{report.revision}"' if report.revision != "main" else "")
-    lines += page.line(f"next: AutoModel.from_pretrained({model})")
+    loading = "PeftModel.from_pretrained(base, " if report.is_adapter else "AutoModel.from_pretrained("
+    lines += page.line(f"next: {loading}{model})")
     return joined(lines)
 
 

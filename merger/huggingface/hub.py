@@ -37,7 +37,7 @@ class UploadReport:
     """What was uploaded: `num_files` of `num_bytes` in all, whether sent now or there before.
 
     `repo` is the name with its namespace, `commit` the id of the revision that now holds the model. `deleted` are files
-    of weights that were in the repository and not in the model.
+    of weights that were in the repository and not in the model. `is_adapter` says that it is one of peft, and no model.
     """
 
     output: Path
@@ -48,6 +48,7 @@ class UploadReport:
     num_files: int
     num_bytes: int
     deleted: tuple[str, ...]
+    is_adapter: bool
 
 
 def check_upload(repo: str) -> None:
@@ -97,6 +98,7 @@ def send(folder: Path, repo: str, *, private: bool, revision: str | None, show_p
         num_files=len(files),
         num_bytes=sum((folder / file).stat().st_size for file in files),
         deleted=stale,
+        is_adapter="adapter_config.json" in files,
     )
 
 

@@ -140,6 +140,7 @@ def test_a_second_upload_of_the_same_sends_nothing(run: Command, hub: Hub, model
         "num_files": 4,
         "num_bytes": sum(map(len, content(model).values())),
         "deleted": [],
+        "is_adapter": False,
     }
 
 
@@ -265,6 +266,17 @@ def test_weights_of_an_earlier_upload_go_and_other_files_stay(run: Command, hub:
     ]
     kept = {name: data for name, data in old.items() if name in ("adapter/model.safetensors", "README.md")}
     assert held(hub) == content(model) | kept
+
+
+def test_after_an_adapter_the_last_line_is_how_peft_loads_it(run: Command, hub: Hub, tmp_path: Path) -> None:
+    folder = tmp_path / "lora_adapter"
+    folder.mkdir()
+    save_file({"base_model.model.q_proj.lora_A.weight": torch.ones(2, 3)}, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text("{}")
+    code, out, err = run("upload", folder, f"{OWNER}/qwen-lora")
+    assert (code, err) == (0, "")
+    assert out.splitlines()[-1] == f'next: PeftModel.from_pretrained(base, "{OWNER}/qwen-lora")'
+    assert held(hub, f"{OWNER}/qwen-lora") == content(folder)
 
 
 def test_a_branch_is_made_where_it_is_not(run: Command, hub: Hub, model: Path) -> None:

@@ -340,7 +340,8 @@ REFUSED: dict[str, tuple[type[MergerError], str]] = {
         (
             "2 tensors are not of Qwen2ForCausalLM: score.weight, score.bias. --unexpected keep writes them along, "
             "--unexpected drop leaves them out; if config.json is not that of the model that was trained, name the "
-            "right one by --config DIR."
+            "right one by --config DIR. If this is a critic, give --is-value-model: Qwen2ForTokenClassification has "
+            "all tensors of the checkpoint."
         ),
     ),
     "causal_config": (
@@ -351,7 +352,8 @@ REFUSED: dict[str, tuple[type[MergerError], str]] = {
             "model that was trained, name the right one by --config DIR.\n"
             "  - 2 tensors are not of Qwen2ForCausalLM: score.weight, score.bias. --unexpected keep writes them along, "
             "--unexpected drop leaves them out; if config.json is not that of the model that was trained, name the "
-            "right one by --config DIR."
+            "right one by --config DIR. If this is a critic, give --is-value-model: Qwen2ForTokenClassification has "
+            "all tensors of the checkpoint."
         ),
     ),
     "no_model_type": (

@@ -154,3 +154,26 @@ def test_one_thing_that_is_wrong_is_found(
     change(out)
     judgement = judged(CASES[name], Ran(0, "", 0.0), out, made, "any")
     assert (judgement.verdict, judgement.reason[: len(reason)]) == ("wrong silently", reason)
+
+
+@pytest.mark.parametrize(
+    ("image_mean", "verdict", "reason"),
+    [
+        (None, "right", ""),
+        ([0.5, 0.5, 0.5], "wrong silently", "preprocessor_config.json: image_mean is [0.5, 0.5, 0.5], not"),
+    ],
+)
+def test_a_processor_in_one_file_is_judged_by_what_it_says(
+    image_mean: list[float] | None, verdict: str, reason: str, checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """L8: where bytes are not asked for, as transformers 5 saves it is as good."""
+    name, out = "llava-bf16-ddp2xfsdp2", tmp_path / "out"
+    made = checkpoint(name)
+    merger.merge(made / "checkpoint", out, report=False)
+    images = json.loads((out / "preprocessor_config.json").read_text())
+    (out / "preprocessor_config.json").unlink()
+    path = out / "processor_config.json"
+    images |= {} if image_mean is None else {"image_mean": image_mean}
+    path.write_text(json.dumps({**json.loads(path.read_text()), "image_processor": images}))
+    judgement = judged(CASES[name], Ran(0, "", 0.0), out, made, "any")
+    assert (judgement.verdict, judgement.reason[: len(reason)]) == (verdict, reason)

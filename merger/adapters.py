@@ -266,7 +266,7 @@ def _told_by_base(
 
 def _notes(lora: Lora, settings: LoraSettings, alpha: float | None) -> list[str]:
     notes = []
-    if settings.config is None and settings.path is not None:
+    if settings.path is not None and settings.config is None and "use_rslora" not in settings.stated_in:
         notes.append(
             f"{settings.path.name} does not say whether rsLoRA was used, so the scale is alpha / r; an "
             "adapter_config.json beside it would say"

@@ -259,19 +259,19 @@ def wrong_ranks(ranks: Iterable[tuple[LoraModule, str, int]], settings: LoraSett
     `ranks` has layers with the name by which their settings are found, and the rank of their factors.
     """
     wrong = [
-        (module, rank, stated)
+        (module, rank, stated, settings.file_of_rank(name))
         for module, name, rank in ranks
         if (stated := settings.rank_of(name)) is not None and stated != rank
     ]
     if not wrong:
         return []
-    module, rank, stated = wrong[0]
+    module, rank, stated, path = wrong[0]
     more = f" (and {len(wrong) - 1} more layers)" if len(wrong) > 1 else ""
     return [
         Problem(
             "lora-rank",
             module.wrapper,
-            f"has factors of rank {rank}, but {settings.path} states {stated}{more}; the settings are those of "
+            f"has factors of rank {rank}, but {path} states {stated}{more}; the settings are those of "
             "another run: put the right ones there, or remove them and give --lora-alpha N",
         )
     ]

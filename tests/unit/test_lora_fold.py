@@ -155,9 +155,11 @@ def refused(folder: Path, **options: Any) -> list[tuple[str, str]]:
 def exports_alone(folder: Path) -> bool:
     """Whether the adapter is written by itself, as messages advise, with all of its factors."""
     merger.merge(folder, folder.parent / "alone", lora="adapter")
-    names = load_file(folder.parent / "alone" / "lora_adapter" / "adapter_model.safetensors").keys()
+    found = load_file(folder.parent / "alone" / "lora_adapter" / "adapter_model.safetensors")
     told = json.loads((folder.parent / "alone" / "lora_adapter" / "adapter_config.json").read_text())
-    return len(names) > 0 and told["r"] == 3
+    state = torch.load(folder / "model_world_size_1_rank_0.pt")
+    factors = {name.replace(".default", ""): tensor.shape for name, tensor in state.items() if "lora_" in name}
+    return {name: tensor.shape for name, tensor in found.items()} == factors and told["r"] == 3
 
 
 ASK = (

@@ -232,7 +232,8 @@ def _ranks(lora: Lora, settings: LoraSettings | None) -> Counter[int]:
 def _told_by_config(lora: Lora, settings: LoraSettings, config_dir: Path | None) -> list[Target] | None:
     """What adapters without base weights change, where their settings have to be told; None where names tell enough."""
     experts = maybe_experts(lora, settings)
-    others = [module for module in lora.modules if module not in experts]
+    wrappers = {module.wrapper for module in experts}
+    others = [module for module in lora.modules if module.wrapper not in wrappers]
     if wrong := wrong_ranks([(one, one.name, one.first.shape[0]) for one in others], settings):
         raise ModelError(wrong)
     if settings.config is not None or not experts:

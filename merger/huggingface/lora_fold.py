@@ -171,10 +171,14 @@ def without_data(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, StoredTenso
 def maybe_experts(lora: Lora, settings: LoraSettings) -> list[LoraModule]:
     """The layers whose factors may be those of several experts: then they have rank x experts rows, not rank.
 
-    peft wraps one wrapper in another only where it wraps parameters, which is how it wraps experts.
+    peft wraps one wrapper in another only where it wraps parameters, which is how it wraps experts; its settings name
+    parameters too (`target_parameters`).
     """
     nested = {module.wrapper for module in lora.modules if BASE_LAYER in module.wrapper.split(".")}
     nested |= {wrapper.removesuffix(f".{BASE_LAYER}") for wrapper in nested}
+    named = settings.stated("target_parameters")
+    names = [name for name in named if isinstance(name, str)] if isinstance(named, list) else []
+    owners = tuple(f".{name.rpartition('.')[0]}" for name in names)
 
     def has_more_rows(module: LoraModule) -> bool:
         rank, rows = settings.rank_of(module.name), module.first.shape[0]
@@ -184,7 +188,7 @@ def maybe_experts(lora: Lora, settings: LoraSettings) -> list[LoraModule]:
         module
         for module in lora.modules
         if len(module.first.shape) == 2 and not module.is_embedding  # noqa: PLR2004 - a matrix
-        if module.wrapper in nested or has_more_rows(module)
+        if module.wrapper in nested or f".{module.name}".endswith(owners) or has_more_rows(module)
     ]
 
 

@@ -94,6 +94,20 @@ def test_the_rank_of_experts_is_the_one_that_settings_state(tmp_path: Path) -> N
     assert exported(tmp_path / "out")[1]["r"] == 3
 
 
+def test_experts_of_a_rank_of_their_own_are_exported_without_a_base(tmp_path: Path) -> None:
+    """One parameter is no nested wrapper, and its 5 x 4 rows are no multiple of the rank of other layers."""
+    model = under_peft(
+        r=8, target_modules=["wide"], target_parameters=EXPERTS[:1], rank_pattern={"experts.gate_up_proj": 4}
+    )
+    folder = saved(model, tmp_path / "checkpoint")
+    state = adapters_of(model)
+    torch.save(state, folder / "model_world_size_1_rank_0.pt")
+    merger.merge(folder, tmp_path / "out")
+    found, config = exported(tmp_path / "out")
+    assert found.keys() == {name.replace(".default", "") for name in state}
+    assert (config["r"], config["rank_pattern"]) == (8, {"experts.gate_up_proj": 4})
+
+
 @pytest.mark.parametrize(
     "meta",
     [

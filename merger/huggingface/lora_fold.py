@@ -20,7 +20,6 @@ from merger.tensors import Computation, StoredTensor, computed
 # Types that a weight is trained in. Others are quantised storage, which cannot be added to.
 _TRAINED_IN = frozenset({"float64", "float32", "float16", "bfloat16"})
 
-
 # What to do with factors that fit no weight, or several.
 _NOT_FITTING = (
     "the base may be quantised, or that of another model: name the one that was trained with by --base DIR where the "

@@ -232,7 +232,8 @@ def _ranks(lora: Lora, settings: LoraSettings | None) -> Counter[int]:
 def _told_by_config(lora: Lora, settings: LoraSettings, config_dir: Path | None) -> list[Target] | None:
     """What adapters without base weights change, where their settings have to be told; None where names tell enough."""
     experts = maybe_experts(lora, settings)
-    others = [module for module in lora.modules if module not in experts]
+    wrappers = {module.wrapper for module in experts}
+    others = [module for module in lora.modules if module.wrapper not in wrappers]
     if wrong := wrong_ranks([(one, one.name, one.first.shape[0]) for one in others], settings):
         raise ModelError(wrong)
     if settings.config is not None or not experts:
@@ -266,7 +267,7 @@ def _told_by_base(
 
 def _notes(lora: Lora, settings: LoraSettings, alpha: float | None) -> list[str]:
     notes = []
-    if settings.config is None and settings.path is not None:
+    if settings.path is not None and settings.config is None and "use_rslora" not in settings.stated_in:
         notes.append(
             f"{settings.path.name} does not say whether rsLoRA was used, so the scale is alpha / r; an "
             "adapter_config.json beside it would say"

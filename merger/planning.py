@@ -174,16 +174,15 @@ def plan_merge(
         adapter=options.lora_adapter,
     )
     plan, outputs = NOTHING, NO_OUTPUTS
-    if lora is None or lora.tensors is not None:
-        outputs = _chosen_outputs(
-            source, source.tensors if lora is None or lora.tensors is None else lora.tensors, options, architecture
-        )
+    model = source.tensors if lora is None else lora.tensors
+    if model is not None:
+        outputs = _chosen_outputs(source, model, options, architecture)
         plan = plan_output(
             outputs.tensors,
             max_shard_size=checked_limit(options),
             num_parameters=outputs.num_parameters,
         )
-    elif lora.value_head:
+    elif lora is not None and lora.value_head:
         head = tuple(OutputTensor(name, one.dtype, one) for name, one in sorted(lora.value_head.items()))
         outputs = replace(NO_OUTPUTS, value_head=head)
     if outputs.value_head:
@@ -194,12 +193,10 @@ def plan_merge(
     )
     notes = (*source.notes, *(() if lora is None else lora.notes), *outputs.notes, *notes)
     adapter = None if lora is None else lora.adapter
-    if adapter is not None and options.dtype in ("float32", "float16", "bfloat16"):
-        kept = (
-            "the adapter is in the types in which it was saved"
-            if not lora or not lora.value_head
-            else ("the adapter and the value head are in the types in which they were saved")
-        )
+    if lora is not None and adapter is not None and options.dtype in ("float32", "float16", "bfloat16"):
+        kept = "the adapter is in the types in which it was saved"
+        if lora.value_head:
+            kept = "the adapter and the value head are in the types in which they were saved"
         notes = (*notes, f"{kept}: --dtype is for the model")
     exported = tuple(
         OutputTensor(n, tensor.dtype, tensor) for n, tensor in (adapter.tensors if adapter else {}).items()
@@ -225,6 +222,7 @@ def _chosen_outputs(
     options: MergeOptions,
     architecture: Architecture | None,
 ) -> Outputs:
+    """What is written of the tensors `stored`; raises `ModelError`, with the hint for critics where it helps."""
     try:
         with SourceReader() as reader:
             return choose_outputs(

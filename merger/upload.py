@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import os
+import shlex
 from pathlib import Path
 
+from merger.errors import NotACheckpointError, Problem
 from merger.huggingface.hub import UploadReport, send
+from merger.huggingface.lora_export import CONFIG_NAME as ADAPTER_CONFIG
+from merger.huggingface.lora_export import FOLDER as ADAPTER_FOLDER
+from merger.plan import VALUE_HEAD_FILE
 from merger.sources import read_reference
 
 
@@ -30,9 +35,17 @@ def upload(
     not sent again, so that an interrupted upload goes on when it is called again.
 
     Raises:
-        NotACheckpointError, ArchiveError: `output` is no whole model directory.
+        NotACheckpointError, ArchiveError: `output` is no whole model directory, or holds an adapter in a folder below.
         UploadError: The Hub cannot be reached, does not let the token write, or refuses; `output` is left as it is.
     """
     folder = Path(output)
+    if (folder / ADAPTER_CONFIG).is_file() and {path.name for path in folder.glob("*.safetensors")} <= {
+        VALUE_HEAD_FILE
+    }:
+        message = (
+            "holds an adapter and no model; peft looks for it at the top of a repository, so upload its folder: "
+            f"{shlex.join(['merger', 'upload', str(folder / ADAPTER_FOLDER), repo])}"
+        )
+        raise NotACheckpointError(Problem("adapter-alone", str(folder), message))
     read_reference(folder)
     return send(folder, repo, private=private, revision=revision, show_progress=show_progress)

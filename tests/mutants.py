@@ -450,6 +450,13 @@ MUTANTS = (
         "tests/unit/test_lora_export.py",
     ),
     Mutant(
+        "the alpha of single layers left out of the adapter's settings (S23)",
+        "merger/huggingface/lora_export.py",
+        '("alpha_pattern", settings.alpha_pattern),',
+        '("alpha_pattern", None),',
+        "tests/unit/test_lora_export.py",
+    ),
+    Mutant(
         "a value head left out of all files (S20)",
         "merger/planning.py",
         "    if outputs.value_head:\n",

@@ -55,11 +55,19 @@ def _config(lora: Lora, settings: LoraSettings, targets: list[Target] | None) ->
     """The settings that were found, or where only alpha is known what follows from the tensors."""
     config = dict(settings.config) if settings.config is not None else _told(lora, settings, targets)
     config["lora_alpha"] = settings.alpha
-    if config.get("r") is None:
-        # Where it is not stated peft takes 8.
-        config["r"] = settings.rank or _told(lora, settings, targets)["r"]
-    if settings.use_rslora and config.get("use_rslora") is None:
-        config["use_rslora"] = True
+    # What adapter_config.json leaves out another file may state, or the tensors tell; peft would take its defaults.
+    if settings.rank is not None:
+        config["r"] = settings.rank
+    else:
+        told = _told(lora, settings, targets)
+        config |= {key: told[key] for key in ("r", "rank_pattern") if told[key]}
+    for key, value in (
+        ("rank_pattern", settings.rank_pattern),
+        ("alpha_pattern", settings.alpha_pattern),
+        ("use_rslora", settings.use_rslora),
+    ):
+        if value and config.get(key) is None:
+            config[key] = value
     if settings.path is not None and settings.config == config:
         return settings.path.read_bytes()
     return json.dumps(config, indent=2, sort_keys=True).encode()
@@ -87,7 +95,7 @@ def _told(lora: Lora, settings: LoraSettings, targets: list[Target] | None) -> d
         "use_dora": any(module.magnitude is not None for module in lora.modules),
         "lora_bias": any(module.bias is not None for module in lora.modules),
         "rank_pattern": {name: own for name, own in ranks.items() if own != rank},
-        "alpha_pattern": {},
+        "alpha_pattern": dict(settings.alpha_pattern),
         "target_modules": _target_modules(lora, layers),
         "target_parameters": parameters or None,
         "modules_to_save": sorted({name.rpartition(".")[0] for name in lora.trained}) or None,

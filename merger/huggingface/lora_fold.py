@@ -20,7 +20,6 @@ from merger.tensors import Computation, StoredTensor, computed
 # Types that a weight is trained in. Others are quantised storage, which cannot be added to.
 _TRAINED_IN = frozenset({"float64", "float32", "float16", "bfloat16"})
 
-
 # What to do with factors that fit no weight, or several.
 _NOT_FITTING = (
     "the base may be quantised, or that of another model: name the one that was trained with by --base DIR where the "
@@ -171,10 +170,14 @@ def without_data(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, StoredTenso
 def maybe_experts(lora: Lora, settings: LoraSettings) -> list[LoraModule]:
     """The layers whose factors may be those of several experts: then they have rank x experts rows, not rank.
 
-    peft wraps one wrapper in another only where it wraps parameters, which is how it wraps experts.
+    peft wraps one wrapper in another only where it wraps parameters, which is how it wraps experts; its settings name
+    parameters too (`target_parameters`).
     """
     nested = {module.wrapper for module in lora.modules if BASE_LAYER in module.wrapper.split(".")}
     nested |= {wrapper.removesuffix(f".{BASE_LAYER}") for wrapper in nested}
+    named = settings.stated("target_parameters")
+    names = [name for name in named if isinstance(name, str)] if isinstance(named, list) else []
+    owners = tuple(f".{name.rpartition('.')[0]}" for name in names)
 
     def has_more_rows(module: LoraModule) -> bool:
         rank, rows = settings.rank_of(module.name), module.first.shape[0]
@@ -184,7 +187,7 @@ def maybe_experts(lora: Lora, settings: LoraSettings) -> list[LoraModule]:
         module
         for module in lora.modules
         if len(module.first.shape) == 2 and not module.is_embedding  # noqa: PLR2004 - a matrix
-        if module.wrapper in nested or has_more_rows(module)
+        if module.wrapper in nested or f".{module.name}".endswith(owners) or has_more_rows(module)
     ]
 
 
@@ -259,19 +262,19 @@ def wrong_ranks(ranks: Iterable[tuple[LoraModule, str, int]], settings: LoraSett
     `ranks` has layers with the name by which their settings are found, and the rank of their factors.
     """
     wrong = [
-        (module, rank, stated)
+        (module, rank, stated, settings.file_of_rank(name))
         for module, name, rank in ranks
         if (stated := settings.rank_of(name)) is not None and stated != rank
     ]
     if not wrong:
         return []
-    module, rank, stated = wrong[0]
+    module, rank, stated, path = wrong[0]
     more = f" (and {len(wrong) - 1} more layers)" if len(wrong) > 1 else ""
     return [
         Problem(
             "lora-rank",
             module.wrapper,
-            f"has factors of rank {rank}, but {settings.path} states {stated}{more}; the settings are those of "
+            f"has factors of rank {rank}, but {path} states {stated}{more}; the settings are those of "
             "another run: put the right ones there, or remove them and give --lora-alpha N",
         )
     ]

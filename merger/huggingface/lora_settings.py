@@ -36,12 +36,14 @@ class LoraSettings:
     """Settings of one adapter.
 
     `path` is the file they were read from, None where nothing but alpha is known. `config` is the content of
-    adapter_config.json, None where there is none. Patterns map regular expressions for the end of a layer's name.
-    `rank` is None where it is not stated: it can be told from the tensors.
+    adapter_config.json, None where there is none. `stated_in` has of each setting that is stated the file that counts.
+    Patterns map regular expressions for the end of a layer's name. `rank` is None where it is not stated: it can be
+    told from the tensors.
     """
 
     path: Path | None
     config: Mapping[str, Any] | None
+    stated_in: Mapping[str, Path]
     alpha: float
     rank: int | None
     rank_pattern: Mapping[str, int]
@@ -56,6 +58,10 @@ class LoraSettings:
     def rank_of(self, layer: str) -> int | None:
         """The rank that a layer should have, None where it is not stated."""
         return next(_matching(self.rank_pattern, layer), self.rank)
+
+    def file_of_rank(self, layer: str) -> Path | None:
+        """The file that states the rank of a layer."""
+        return self.stated_in.get("rank_pattern" if any(_matching(self.rank_pattern, layer)) else "r")
 
     def scaling_of(self, layer: str, rank: int) -> float:
         """By what the product of a layer's factors of `rank` is multiplied."""
@@ -96,7 +102,7 @@ def read_settings(folders: Iterable[Path], *, alpha: float | None) -> LoraSettin
             "that is not of this run",
         )
         for path, content in found
-        for key in ("r", "lora_alpha", "use_rslora")
+        for key in ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern")
         if content.get(key) is not None and path != stated_in[key] and content[key] != stated[key]
         if not (key == "lora_alpha" and alpha is not None)
     ]
@@ -115,6 +121,7 @@ def read_settings(folders: Iterable[Path], *, alpha: float | None) -> LoraSettin
     return LoraSettings(
         path=found[0][0] if found else None,
         config=None if config is None else config[1],
+        stated_in=stated_in,
         alpha=known,
         rank=stated["r"] if _is_positive(stated.get("r")) else None,
         rank_pattern=stated.get("rank_pattern", {}),

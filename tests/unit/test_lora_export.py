@@ -94,11 +94,53 @@ def test_the_rank_of_experts_is_the_one_that_settings_state(tmp_path: Path) -> N
     assert exported(tmp_path / "out")[1]["r"] == 3
 
 
-@pytest.mark.parametrize("meta", [{"r": 3, "lora_alpha": 12, "use_rslora": True}, {"lora_alpha": 12}])
+def test_experts_of_a_rank_of_their_own_are_exported_without_a_base(tmp_path: Path) -> None:
+    """One parameter is no nested wrapper, and its 5 x 4 rows are no multiple of the rank of other layers."""
+    model = under_peft(
+        r=8, target_modules=["wide"], target_parameters=EXPERTS[:1], rank_pattern={"experts.gate_up_proj": 4}
+    )
+    folder = saved(model, tmp_path / "checkpoint")
+    state = adapters_of(model)
+    torch.save(state, folder / "model_world_size_1_rank_0.pt")
+    merger.merge(folder, tmp_path / "out")
+    found, config = exported(tmp_path / "out")
+    assert found.keys() == {name.replace(".default", "") for name in state}
+    assert (config["r"], config["rank_pattern"]) == (8, {"experts.gate_up_proj": 4})
+
+
+@pytest.mark.parametrize(
+    "meta",
+    [
+        {"r": 3, "lora_alpha": 12, "use_rslora": True},
+        {"lora_alpha": 12},
+        {"r": 7, "lora_alpha": 12, "rank_pattern": {"wide": 3}, "alpha_pattern": {"wide": 5}},
+    ],
+    ids=["rslora", "alpha alone", "patterns"],
+)
 def test_what_peft_would_take_otherwise_is_stated(meta: dict[str, Any], tmp_path: Path) -> None:
     """Where adapter_config.json leaves it out."""
     folder = saved(adapters_of(under_peft(target_modules=["wide"])), tmp_path / "checkpoint", **meta)
     (folder / "adapter_config.json").write_text('{"peft_type": "LORA", "target_modules": ["wide"]}')
     merger.merge(folder, tmp_path / "out")
     expected = {"peft_type": "LORA", "target_modules": ["wide"], "r": 3, **meta}
+    assert exported(tmp_path / "out")[1] == expected
+
+
+def test_the_alphas_of_single_layers_are_exported_without_a_config_of_peft(tmp_path: Path) -> None:
+    """Left out, the layers would count as strongly as all others."""
+    meta = {"r": 3, "lora_alpha": 12, "alpha_pattern": {"wide": 5}}
+    folder = saved(adapters_of(under_peft(target_modules=["wide", "square"])), tmp_path / "checkpoint", **meta)
+    merger.merge(folder, tmp_path / "out")
+    config = exported(tmp_path / "out")[1]
+    assert (config["lora_alpha"], config["alpha_pattern"]) == (12, {"wide": 5})
+
+
+@pytest.mark.parametrize("stated", [0, "3", None])
+def test_ranks_that_are_not_stated_are_those_of_the_tensors(stated: object, tmp_path: Path) -> None:
+    """Each layer's own, or peft could not load the adapter."""
+    model = under_peft(target_modules=["wide", "square", "turned"], rank_pattern={"wide": 2}, fan_in_fan_out=False)
+    folder = saved(adapters_of(model), tmp_path / "checkpoint", lora_alpha=12)
+    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": stated}))
+    merger.merge(folder, tmp_path / "out")
+    expected = {"peft_type": "LORA", "r": 3, "rank_pattern": {"wide": 2}, "lora_alpha": 12}
     assert exported(tmp_path / "out")[1] == expected

@@ -155,9 +155,11 @@ def refused(folder: Path, **options: Any) -> list[tuple[str, str]]:
 def exports_alone(folder: Path) -> bool:
     """Whether the adapter is written by itself, as messages advise, with all of its factors."""
     merger.merge(folder, folder.parent / "alone", lora="adapter")
-    names = load_file(folder.parent / "alone" / "lora_adapter" / "adapter_model.safetensors").keys()
+    found = load_file(folder.parent / "alone" / "lora_adapter" / "adapter_model.safetensors")
     told = json.loads((folder.parent / "alone" / "lora_adapter" / "adapter_config.json").read_text())
-    return len(names) > 0 and told["r"] == 3
+    state = torch.load(folder / "model_world_size_1_rank_0.pt")
+    factors = {name.replace(".default", ""): tensor.shape for name, tensor in state.items() if "lora_" in name}
+    return {name: tensor.shape for name, tensor in found.items()} == factors and told["r"] == 3
 
 
 ASK = (
@@ -220,6 +222,33 @@ def test_a_rank_that_is_not_the_stated_one_is_told_in_every_mode(mode: str, tmp_
             "are those of another run: put the right ones there, or remove them and give --lora-alpha N"
         )
         assert refused(folder, lora=mode) == [("lora-rank", message)]
+
+
+def test_the_file_that_states_a_wrong_rank_is_named(tmp_path: Path) -> None:
+    """Which need not be the one of peft, where that leaves it out."""
+    state = {**factors("q", 3, 6, 8), **weights(q__weight=(8, 6))}
+    folder = saved(state, tmp_path / "checkpoint", r=4, lora_alpha=12)
+    config, meta = folder / "adapter_config.json", folder / "lora_train_meta.json"
+    for settings, path, stated in (({}, meta, 4), ({"rank_pattern": {"q": 5}}, config, 5)):
+        config.write_text(json.dumps({"peft_type": "LORA", **settings}))
+        message = (
+            f"q: has factors of rank 3, but {path} states {stated}; the settings are those of another run: put the "
+            "right ones there, or remove them and give --lora-alpha N"
+        )
+        assert refused(folder) == [("lora-rank", message)]
+
+
+@pytest.mark.parametrize("told", [{"use_rslora": True}, {"use_rslora": False}, {}], ids=str)
+def test_that_nothing_says_whether_rslora_was_used_is_told_only_where_nothing_does(
+    told: dict[str, bool], tmp_path: Path
+) -> None:
+    state = {**factors("q", 3, 6, 8), **weights(q__weight=(8, 6))}
+    folder = saved(state, tmp_path / "checkpoint", lora_alpha=12, **told)
+    note = (
+        "lora_train_meta.json does not say whether rsLoRA was used, so the scale is alpha / r; an adapter_config.json "
+        "beside it would say"
+    )
+    assert (note in merger.merge(folder, tmp_path / "out", weights_only=True).notes) is (told == {})
 
 
 def test_a_quantised_base_is_told(tmp_path: Path) -> None:

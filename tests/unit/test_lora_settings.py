@@ -99,6 +99,13 @@ def test_files_that_disagree_are_told_with_all_that_they_disagree_in(tmp_path: P
     ]
 
 
+@pytest.mark.parametrize("key", ["rank_pattern", "alpha_pattern"])
+def test_files_that_disagree_in_single_layers_are_told(key: str, tmp_path: Path) -> None:
+    main, other = put(tmp_path, CONFIG, {**OWN, key: {}}), put(tmp_path / "huggingface", CONFIG, {**OWN, key: {"q": 4}})
+    end = "remove the one that is not of this run"
+    assert refused(tmp_path) == [("lora-settings", f'{other}: states {key} {{"q": 4}}, but {main} states {{}}; {end}')]
+
+
 def test_files_may_disagree_on_alpha_where_it_is_given(tmp_path: Path) -> None:
     put(tmp_path, CONFIG, OWN)
     put(tmp_path, META, {"r": 8, "lora_alpha": 32})

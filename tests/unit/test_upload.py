@@ -279,6 +279,25 @@ def test_after_an_adapter_the_last_line_is_how_peft_loads_it(run: Command, hub: 
     assert held(hub, f"{OWNER}/qwen-lora") == content(folder)
 
 
+@pytest.mark.parametrize("more", [[], ["value_head.safetensors"]], ids=["adapter", "adapter and value head"])
+def test_the_folder_above_an_adapter_is_refused_with_what_to_upload(
+    more: list[str], run: Command, hub: Hub, tmp_path: Path
+) -> None:
+    """Else it would lie where peft does not look for it, and no model would be there to load."""
+    out = tmp_path / "out"
+    (out / "lora_adapter").mkdir(parents=True)
+    for file in ["lora_adapter/adapter_model.safetensors", *more]:
+        save_file({"w": torch.ones(2, 3)}, out / file)
+    (out / "lora_adapter" / "adapter_config.json").write_text("{}")
+    code, _, err = run("upload", out, f"{OWNER}/qwen")
+    assert code == 2
+    assert err == (
+        f"merger: error: {out}: holds an adapter and no model; peft looks for it at the top of a repository, so upload "
+        f"its folder: merger upload {out}/lora_adapter {OWNER}/qwen\n"
+    )
+    assert not hub.repos
+
+
 def test_a_branch_is_made_where_it_is_not(run: Command, hub: Hub, model: Path) -> None:
     code, out, err = run("upload", model, f"{OWNER}/qwen", "--revision", "step-100")
     assert (code, err) == (0, "")

@@ -120,7 +120,7 @@ _TYPES = (
     (f"{_SHARDED}.sharded_tensor.api", "ShardedTensor"),
 )
 # `getattr` stands for nothing but the nested class ShardedTensor.ProcessGroupState, which pickle protocol 2 cannot name
-# otherwise.
+# otherwise, and the members of the enum MEM_FORMAT_ENCODING, which early releases of Python 3.11 pickle so, as 3.11.2.
 _SPECIALS = (
     ("collections", "OrderedDict"),
     ("torch", "Size"),
@@ -154,6 +154,8 @@ KNOWN: dict[bytes, Global] = _known()
 ORDERED_DICT = KNOWN[b"collections\nOrderedDict"]
 SHARDED_TENSOR = KNOWN[f"{_SHARDED}.sharded_tensor.api\nShardedTensor".encode()]
 PROCESS_GROUP_STATE = KNOWN[f"{_SHARDED}.sharded_tensor.api\nShardedTensor.ProcessGroupState".encode()]
+MEM_FORMAT = KNOWN[f"{_SHARDED}.sharded_tensor.metadata\nMEM_FORMAT_ENCODING".encode()]
+MEM_FORMATS = frozenset({"TORCH_CONTIGUOUS_FORMAT", "TORCH_CHANNELS_LAST", "TORCH_PRESERVE_FORMAT"})
 # Calls that stand for a tensor, of whatever class.
 TENSOR_CALLS = frozenset(
     {

@@ -20,6 +20,8 @@ from contextlib import contextmanager
 from merger.errors import ArchiveError, Problem, UnsafePickleError
 from merger.sources.inert import (
     KNOWN,
+    MEM_FORMAT,
+    MEM_FORMATS,
     ORDERED_DICT,
     PROCESS_GROUP_STATE,
     SHARDED_TENSOR,
@@ -370,7 +372,11 @@ def _special_call(func: Global, args: tuple[Inert, ...]) -> Inert:
         return args[0]
     if func.name.endswith(".getattr"):
         # By identity and type only: `==` between nested containers may recurse without bound.
-        if len(args) == 2 and args[0] is SHARDED_TENSOR and args[1].__class__ is str and args[1] == "ProcessGroupState":
-            return PROCESS_GROUP_STATE
+        if len(args) == 2 and args[1].__class__ is str:
+            owner, name = args
+            if owner is SHARDED_TENSOR and name == "ProcessGroupState":
+                return PROCESS_GROUP_STATE
+            if owner is MEM_FORMAT and name in MEM_FORMATS:
+                return Call(MEM_FORMAT.name, (name,))
         raise _UnsafeError(func.name)
     raise _BadPickleError(f"calls {func.name} as torch.save never does")

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed._shard.sharded_tensor.metadata import MEM_FORMAT_ENCODING
 
 from merger.errors import ArchiveError, Problem, UnsafePickleError
 from merger.sources.inert import KNOWN, Call, Instance
@@ -22,6 +23,8 @@ from merger.sources.unpickler import gc_paused, load
 
 ROOT = Path(__file__).parents[2]
 PROTOCOLS = [2, 3, 4, 5]
+
+MEM_FORMAT = "torch.distributed._shard.sharded_tensor.metadata.MEM_FORMAT_ENCODING"
 
 
 def refusal(data: bytes) -> str:
@@ -34,6 +37,11 @@ def refusal(data: bytes) -> str:
     assert problem.message.startswith(prefix)
     assert problem.message.endswith(suffix)
     return problem.message.removeprefix(prefix).removesuffix(suffix)
+
+
+def call(value: object) -> tuple[str, tuple[object, ...]]:
+    assert isinstance(value, Call)
+    return value.func, value.args
 
 
 def unsafe_name(data: bytes) -> str:
@@ -108,6 +116,18 @@ def test_known_classes_and_calls_become_records_and_are_not_made() -> None:
     )
     assert (type(found), found.args, found.state) == (Instance, (), {"dim": 1})
     assert found.cls == "torch.distributed.tensor.placement_types.Shard"
+
+
+@pytest.mark.parametrize("protocol", [2, 4])
+@pytest.mark.parametrize("member", list(MEM_FORMAT_ENCODING))
+def test_a_member_of_an_enum_by_its_name_is_a_record_too(
+    member: MEM_FORMAT_ENCODING, protocol: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """S10: so Python 3.11.2 pickles it, which ShardedTensors hold, where others pickle its value."""
+    assert call(load(pickle.dumps(member, protocol), where="r.pt")) == (MEM_FORMAT, (member.value,))
+    by_name = lambda self, _protocol: (getattr, (type(self), self.name))  # noqa: E731 - a method of an enum
+    monkeypatch.setattr(MEM_FORMAT_ENCODING, "__reduce_ex__", by_name)
+    assert call(load(pickle.dumps(member, protocol), where="r.pt")) == (MEM_FORMAT, (member.name,))
 
 
 def test_the_memo_of_a_huge_index_takes_no_memory() -> None:
@@ -196,7 +216,7 @@ def test_a_pickle_that_evaluates_an_expression_is_refused(protocol: int) -> None
         (b"\x80\x02ctorch.serialization\nload\n.", "torch.serialization.load"),
         (b"\x80\x02cto\xffrch\n\x1b[31m\n.", r"'to\\xffrch.\x1b[31m'"),
         (b"\x80\x02c" + b"a" * 300 + b"\nb\n.", "a" * 200),
-        # getattr of anything but the one nested class.
+        # getattr of anything but the one nested class and the members of one enum.
         (b"\x80\x02c__builtin__\ngetattr\nNN\x86R.", "__builtin__.getattr"),
         (b"\x80\x02c__builtin__\ngetattr\n)R.", "__builtin__.getattr"),
         (
@@ -208,6 +228,13 @@ def test_a_pickle_that_evaluates_an_expression_is_refused(protocol: int) -> None
         ),
         (
             b"\x80\x02c__builtin__\ngetattr\nctorch\ndevice\nX\x11\x00\x00\x00ProcessGroupState\x86R.",
+            "__builtin__.getattr",
+        ),
+        (
+            (
+                b"\x80\x02c__builtin__\ngetattr\nctorch.distributed._shard.sharded_tensor.metadata\n"
+                b"MEM_FORMAT_ENCODING\nX\x08\x00\x00\x00__init__\x86R."
+            ),
             "__builtin__.getattr",
         ),
     ],

@@ -24,6 +24,7 @@ import merger
 from merger import terminal
 from merger.arguments import answered_flags, command_parser, parsed
 from merger.errors import MergerError
+from merger.huggingface.lora_export import FOLDER as ADAPTER_FOLDER
 from merger.page import Page, is_able, joined, page_of
 from merger.starting import INTERRUPTED, INTERRUPTED_CODE, end_guard
 
@@ -118,7 +119,9 @@ def _merge(options: argparse.Namespace) -> int:
         return _OK
     if not options.json:
         _print(options, report, terminal.merge_text(report, is_last=False, page=_page()))
-    uploaded = _uploaded(options, report.output, options.upload)
+    # peft looks for an adapter at the top of a repository.
+    folder = report.output if report.has_model else report.output / ADAPTER_FOLDER
+    uploaded = _uploaded(options, folder, options.upload)
     _print(options, {**_plain(report), "upload": _plain(uploaded)}, terminal.upload_text(uploaded, page=_page()))
     return _OK
 

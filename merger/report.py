@@ -102,6 +102,11 @@ class MergeReport:
     versions: dict[str, str | None] = dataclasses.field(default_factory=dict)
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
 
+    @property
+    def has_model(self) -> bool:
+        """False where an adapter alone is written, with a value head beside it or without."""
+        return self.num_tensors > len(self.value_head)
+
 
 def merge_report(
     planned: PlannedMerge, options: MergeOptions, *, output: Path, dry_run: bool, checksum: bool

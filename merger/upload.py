@@ -31,8 +31,8 @@ def upload(
         revision: The branch, which is made from main if it is not there; main without one.
         show_progress: Whether huggingface_hub shows its bars on the terminal.
 
-    Files of weights in the repository that are not in `output` are deleted in the same upload. What was sent before is
-    not sent again, so that an interrupted upload goes on when it is called again.
+    Files of weights in the repository that are not in `output` are deleted in the same upload, unless `output` is an
+    adapter. What was sent before is not sent again, so that an interrupted upload goes on when it is called again.
 
     Raises:
         NotACheckpointError, ArchiveError: `output` is no whole model directory, or holds an adapter in a folder below.

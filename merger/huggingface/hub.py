@@ -68,6 +68,7 @@ def check_upload(repo: str) -> None:
 def send(folder: Path, repo: str, *, private: bool, revision: str | None, show_progress: bool) -> UploadReport:
     """Sends all files of `folder` to `repo`, as `merger.upload` documents it; raises `UploadError`."""
     files = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    is_adapter = "adapter_config.json" in files
     resume = shlex.join(["merger", "upload", str(folder), repo, *(["--private"] if private else [])])
     if revision is not None:
         resume += f" --revision {shlex.quote(revision)}"
@@ -80,7 +81,8 @@ def send(folder: Path, repo: str, *, private: bool, revision: str | None, show_p
             if branch != _DEFAULT_REVISION:
                 api.create_branch(name, branch=branch, exist_ok=True)
             there = api.list_repo_files(name, revision=branch)
-            stale = tuple(sorted(file for file in there if _WEIGHTS.fullmatch(file) and file not in files))
+            # An adapter may lie beside the model that it is for.
+            stale = tuple(sorted(f for f in there if not is_adapter and _WEIGHTS.fullmatch(f) and f not in files))
             with _protocol(api, name, branch):
                 done = api.upload_folder(
                     repo_id=name,
@@ -98,7 +100,7 @@ def send(folder: Path, repo: str, *, private: bool, revision: str | None, show_p
         num_files=len(files),
         num_bytes=sum((folder / file).stat().st_size for file in files),
         deleted=stale,
-        is_adapter="adapter_config.json" in files,
+        is_adapter=is_adapter,
     )
 
 

@@ -27,6 +27,7 @@ import merger
 from merger.cli import main
 from tests.unit.archives import ARCHIVES
 from tests.unit.hub_server import OWNER, TOKEN, Hub, Repo, serving
+from tests.unit.peft_models import saved, under_peft
 
 ROOT = Path(__file__).parents[2]
 CASE = ARCHIVES / "2.14.1" / "fsdp2_hsdp_w4"
@@ -296,6 +297,30 @@ def test_the_folder_above_an_adapter_is_refused_with_what_to_upload(
         f"its folder: merger upload {out}/lora_adapter {OWNER}/qwen\n"
     )
     assert not hub.repos
+
+
+def test_an_adapter_leaves_the_weights_that_are_there(run: Command, hub: Hub, tmp_path: Path) -> None:
+    folder = tmp_path / "lora_adapter"
+    folder.mkdir()
+    save_file({"base_model.model.q_proj.lora_A.weight": torch.ones(2, 3)}, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text("{}")
+    model = {"model.safetensors": b"the model", "config.json": b"{}"}
+    hub.repos[f"{OWNER}/qwen"] = Repo(branches={"main": dict(model)})
+    code, out, _ = run("upload", folder, f"{OWNER}/qwen")
+    assert (code, "deleted" in out) == (0, False)
+    assert held(hub) == content(folder) | model
+
+
+def test_a_merge_of_adapters_alone_sends_the_adapter(run: Command, hub: Hub, tmp_path: Path) -> None:
+    adapters = {
+        name: tensor for name, tensor in under_peft(target_modules=["wide"]).state_dict().items() if "lora_" in name
+    }
+    checkpoint = saved(adapters, tmp_path / "checkpoint", r=3, lora_alpha=12)
+    code, out, err = run("merge", checkpoint, tmp_path / "out", "--upload", f"{OWNER}/qwen")
+    assert (code, err) == (0, "")
+    assert out.splitlines()[-1] == f'next: PeftModel.from_pretrained(base, "{OWNER}/qwen")'
+    assert held(hub).keys() == {"adapter_config.json", "adapter_model.safetensors"}
+    assert held(hub) == content(tmp_path / "out" / "lora_adapter")
 
 
 def test_a_branch_is_made_where_it_is_not(run: Command, hub: Hub, model: Path) -> None:

@@ -140,7 +140,7 @@ def plan_lora(
     if lora is None:
         return None
     folders = [source.path, *([source.config_dir] if source.config_dir is not None else [])]
-    settings = read_settings(folders, alpha=alpha)
+    settings = read_settings(folders, alpha=alpha, adapters=lora.adapters)
     layers = frozenset(module.name for module in lora.modules)
     weights = lora.base if base is None else fitting(architecture, base.tensors, layers)
     known = {**weights, **lora.originals}
@@ -199,7 +199,7 @@ def summarise(source: Checkpoint) -> LoraSummary | None:
     settings = None
     with Faults():
         folders = [source.path, *([source.config_dir] if source.config_dir is not None else [])]
-        settings = read_settings(folders, alpha=None)
+        settings = read_settings(folders, alpha=None, adapters=lora.adapters)
     known = {**lora.base, **lora.originals}
     return _summary(lora, find_targets(lora, known)[0] if known else None, settings)
 

@@ -140,11 +140,11 @@ def plan_lora(
     if lora is None:
         return None
     folders = [source.path, *([source.config_dir] if source.config_dir is not None else [])]
-    settings = read_settings(folders, alpha=alpha)
+    settings = read_settings(folders, alpha=alpha, adapters=lora.adapters)
     layers = frozenset(module.name for module in lora.modules)
     weights = lora.base if base is None else fitting(architecture, base.tensors, layers)
     known = {**weights, **lora.originals}
-    conv1d: frozenset[str] = frozenset() if architecture is None else architecture.conv1d
+    conv1d = None if architecture is None else architecture.conv1d
     targets = (
         _told_by_base(lora, settings, known, conv1d, mode) if known else _told_by_config(lora, settings, config_dir)
     )
@@ -199,7 +199,7 @@ def summarise(source: Checkpoint) -> LoraSummary | None:
     settings = None
     with Faults():
         folders = [source.path, *([source.config_dir] if source.config_dir is not None else [])]
-        settings = read_settings(folders, alpha=None)
+        settings = read_settings(folders, alpha=None, adapters=lora.adapters)
     known = {**lora.base, **lora.originals}
     return _summary(lora, find_targets(lora, known)[0] if known else None, settings)
 
@@ -249,7 +249,7 @@ def _told_by_config(lora: Lora, settings: LoraSettings, config_dir: Path | None)
 
 
 def _told_by_base(
-    lora: Lora, settings: LoraSettings, base: Mapping[str, StoredTensor], conv1d: Collection[str], mode: LoraMode
+    lora: Lora, settings: LoraSettings, base: Mapping[str, StoredTensor], conv1d: Collection[str] | None, mode: LoraMode
 ) -> list[Target]:
     """What adapters change in base weights, as far as it can be told; for folding all of it has to be."""
     targets, problems = find_targets(lora, base, settings, conv1d)

@@ -21,11 +21,11 @@ BASE_LAYER, _TRAINED, _ORIGINAL = "base_layer", "modules_to_save", "original_mod
 Factor: TypeAlias = Literal["lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector"]
 _FACTORS = frozenset({"lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector"})
 # What else peft may put there, and this program cannot use.
-_FOREIGN = frozenset({"token_adapter", "ranknum", "lora_E"})
+_FOREIGN = frozenset({"token_adapter", "ranknum", "lora_E", "lora_diag", "lora_monteclora_sampler"})
 # What begins every name that peft writes.
 PREFIX = "base_model.model."
 # The adapter of a file that peft wrote itself: it leaves the name out.
-_UNNAMED = "default"
+UNNAMED = "default"
 # How many names one message lists.
 _MAX_LISTED = 5
 
@@ -97,7 +97,7 @@ class _Parsed:
     name: str
     wrapper: str = ""
     factor: str = ""
-    adapter: str = _UNNAMED
+    adapter: str = UNNAMED
     is_bias: bool = False
 
 
@@ -286,7 +286,7 @@ def _factor(layer: tuple[str, ...], factor: str, rest: tuple[str, ...]) -> _Pars
         _free(layer),
         wrapper=".".join(layer),
         factor=factor,
-        adapter=named[0] if named else _UNNAMED,
+        adapter=named[0] if named else UNNAMED,
         is_bias=is_leaf and rest[-1] == "bias",
     )
 

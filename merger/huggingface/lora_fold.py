@@ -78,20 +78,20 @@ def fold(
     *,
     base: Mapping[str, StoredTensor],
     ties: Sequence[Sequence[str]],
-    conv1d: Collection[str],
+    conv1d: Collection[str] | None,
 ) -> Folded:
     """The model that was trained: base weights with the adapters folded in, and trained copies in their places.
 
     `base` are all base weights by their names in the model, `ties` the groups of names for one tensor, `conv1d` the
-    names of weights that lie as (inputs, outputs). A name that is missing because it is tied to one that was trained
-    gets what the base had there: training did not change it.
+    names of weights that lie as (inputs, outputs), None where the architecture is not known. A name that is missing
+    because it is tied to one that was trained gets what the base had there: training did not change it.
 
     Raises `ModelError` for factors that fit no weight, and for weights that cannot be added to.
     """
     base = _with_tied(base, lora, ties)
     targets, problems = find_targets(lora, base, settings, conv1d)
     problems = [replace(one, message=f"{one.message}; {_NOT_FITTING}") for one in problems]
-    problems += [_square_experts(target) for target in targets if target.layout is None]
+    problems += [_square(target) for target in targets if target.layout is None]
     problems += wrong_ranks(ranks_of(targets), settings) + _not_addable(targets) + _no_biases(targets, base)
     if problems:
         raise ModelError(problems)
@@ -116,14 +116,15 @@ def find_targets(
     lora: Lora,
     base: Mapping[str, StoredTensor],
     settings: LoraSettings | None = None,
-    conv1d: Collection[str] = frozenset(),
+    conv1d: Collection[str] | None = None,
 ) -> tuple[list[Target], list[Problem]]:
     """The parameter that each wrapped layer changes, and what is wrong with those that change none.
 
     What to do about it is not in the messages: it depends on where `base` is from.
 
     It is its weight, or where several parameters of a layer are wrapped the one whose shape fits. `settings` and
-    `conv1d` say how square weights lie, which their shapes do not.
+    `conv1d` say how square weights lie, which their shapes do not. `fan_in_fan_out` counts where `conv1d` is None only:
+    it is one setting for all layers, and peft leaves in it what the last one that it wrapped asked for.
     """
     parameters: dict[str, dict[str, StoredTensor]] = {}
     for name, tensor in base.items():
@@ -148,10 +149,24 @@ def find_targets(
         found.append((module, f"{module.name}.{parameter}", layouts))
     told = {layouts[0] for _, _, layouts in found if len(layouts) == 1}
     fan_in_fan_out = settings is not None and settings.stated("fan_in_fan_out") is True
+    wrapped_parameters = tuple((settings.stated("target_parameters") if settings is not None else None) or ())
+    # Where other matrices lie otherwise than the setting says, it is not that of all layers.
+    is_contradicted = ("linear" if fan_in_fan_out else "transposed") in {
+        layouts[0]
+        for module, name, layouts in found
+        if len(layouts) == 1 and not module.is_embedding and not _ends_in(name, wrapped_parameters)
+    }
     targets = []
     for module, name, layouts in sorted(found, key=lambda one: one[1]):
         weight = base[name]
-        layout = _layout(layouts, told, is_turned=name in conv1d or fan_in_fan_out)
+        if _ends_in(name, wrapped_parameters):
+            # To a parameter peft adds the product as it is, whatever its layer makes of it.
+            is_turned: bool | None = False
+        elif conv1d is not None:
+            is_turned = name in conv1d
+        else:
+            is_turned = None if is_contradicted else fan_in_fan_out
+        layout = _layout(layouts, told, is_turned=is_turned)
         num_experts = weight.shape[0] if "experts" in layouts or "transposed_experts" in layouts else 1
         targets.append(Target(module, name, weight, module.first.shape[0] // num_experts, layout))
     return targets, problems
@@ -204,14 +219,24 @@ def unknown_experts(modules: Sequence[LoraModule]) -> Problem:
     return Problem("unknown-experts", first.wrapper, message)
 
 
-def _layout(layouts: tuple[FoldLayout, ...], told: Collection[FoldLayout], *, is_turned: bool) -> FoldLayout | None:
-    """The one of several ways that is meant: all experts of a model lie alike, and `told` has those that show it."""
+def _layout(
+    layouts: tuple[FoldLayout, ...], told: Collection[FoldLayout], *, is_turned: bool | None
+) -> FoldLayout | None:
+    """The one of several ways that is meant, None where that cannot be told.
+
+    All experts of a model lie alike, and `told` has those that show it. `is_turned` says it of a square matrix.
+    """
     if len(layouts) == 1:
         return layouts[0]
     if "linear" in layouts:
-        return "transposed" if is_turned else "linear"
+        return None if is_turned is None else "transposed" if is_turned else "linear"
     known = [layout for layout in layouts if layout in told]
     return known[0] if len(known) == 1 else None
+
+
+def _ends_in(name: str, ends: Iterable[str]) -> bool:
+    """Whether whole components of a name are one of `ends`. Source: `BaseTuner._inject_parameters` of peft."""
+    return any(name == end or name.endswith(f".{end}") for end in ends)
 
 
 def _fitting(module: LoraModule, parameters: Mapping[str, StoredTensor]) -> dict[str, tuple[FoldLayout, ...]]:
@@ -307,7 +332,14 @@ def _not_addable(targets: Sequence[Target]) -> list[Problem]:
     ][:1]
 
 
-def _square_experts(target: Target) -> Problem:
+def _square(target: Target) -> Problem:
+    if len(target.weight.shape) == 2:  # noqa: PLR2004 - a matrix
+        message = (
+            f"has the shape {shape_text(target.weight.shape)}, from which it cannot be told whether it lies as "
+            "(outputs, inputs) or as (inputs, outputs), and fan_in_fan_out does not fit other layers; merge without "
+            "--weights-only, with the model's config.json, or export the adapter alone with --lora adapter"
+        )
+        return Problem("lora-layout", target.name, message)
     return Problem(
         "lora-layout",
         target.name,

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from merger.errors import Faults, ModelError, Problem
+from merger.huggingface.lora import UNNAMED
 
 Number = TypeVar("Number", int, float)
 
@@ -77,13 +78,18 @@ class LoraSettings:
         return bool(_CHANGES_BASE.fullmatch(str(self.stated("init_lora_weights"))))
 
 
-def read_settings(folders: Iterable[Path], *, alpha: float | None) -> LoraSettings:
+def read_settings(
+    folders: Iterable[Path], *, alpha: float | None, adapters: Sequence[str] = (UNNAMED,)
+) -> LoraSettings:
     """The settings that lie in one of `folders` or near it; `alpha` goes before what they state.
+
+    `adapters` are the names of all that the checkpoint has, the one that is meant first. peft saves those of an adapter
+    in a folder of its name, and of the one that it calls "default" above these.
 
     Raises `ModelError` where alpha is not known, where two files disagree, and for settings that are not understood.
     """
     places = list(dict.fromkeys((folder / below).resolve() for folder in folders for below in _FOLDERS))
-    paths = [path for name in (CONFIG_NAME, _META_NAME) for place in places if (path := place / name).is_file()]
+    paths = _paths(places, adapters)
     faults = Faults()
     found: list[tuple[Path, dict[str, Any]]] = []
     for path in paths:
@@ -114,7 +120,7 @@ def read_settings(folders: Iterable[Path], *, alpha: float | None) -> LoraSettin
     known = alpha if alpha is not None else stated.get("lora_alpha")
     if not _is_positive(known):
         where = stated_in.get("lora_alpha", found[0][0] if found else None)
-        problems.append(_no_alpha(where, stated.get("lora_alpha")))
+        problems.append(_no_alpha(where, stated.get("lora_alpha"), adapters))
     if problems:
         raise ModelError(problems)
     assert known is not None
@@ -130,6 +136,18 @@ def read_settings(folders: Iterable[Path], *, alpha: float | None) -> LoraSettin
         use_rslora=bool(stated.get("use_rslora")),
         task_type=stated["task_type"] if isinstance(stated.get("task_type"), str) else None,
     )
+
+
+def _paths(places: Sequence[Path], adapters: Sequence[str]) -> list[Path]:
+    """The files of settings of the first of `adapters`, those that count most first."""
+    meant, *others = adapters
+    if meant != UNNAMED and "/" not in meant:
+        own = [path for place in places if (path := place / meant / CONFIG_NAME).is_file()]
+        if own:
+            return own
+    if UNNAMED in others:
+        return []  # what lies there is of that one
+    return [path for name in (CONFIG_NAME, _META_NAME) for place in places if (path := place / name).is_file()]
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -164,12 +182,13 @@ def _not_folded(path: Path, config: Mapping[str, Any]) -> Sequence[Problem]:
     ]
 
 
-def _no_alpha(path: Path | None, stated: object) -> Problem:
-    found = (
-        f"no {CONFIG_NAME} or {_META_NAME} lies beside the checkpoint"
-        if path is None
-        else f"{path} states lora_alpha {_shown(stated)}"
-    )
+def _no_alpha(path: Path | None, stated: object, adapters: Sequence[str]) -> Problem:
+    if path is not None:
+        found = f"{path} states lora_alpha {_shown(stated)}"
+    elif UNNAMED in adapters[1:]:
+        found = f"no {adapters[0]}/{CONFIG_NAME} lies beside the checkpoint, and others are of the adapter {UNNAMED}"
+    else:
+        found = f"no {CONFIG_NAME} or {_META_NAME} lies beside the checkpoint"
     return Problem(
         "no-lora-alpha",
         "",

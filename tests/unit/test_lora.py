@@ -135,7 +135,7 @@ def test_trained_copies_alone_are_no_lora() -> None:
     )
 
 
-@pytest.mark.parametrize("part", ["token_adapter", "ranknum", "lora_E"])
+@pytest.mark.parametrize("part", ["token_adapter", "ranknum", "lora_E", "lora_diag", "lora_monteclora_sampler"])
 def test_adapters_of_other_kinds_are_refused(part: str) -> None:
     assert message(*PAIR, f"{P}.embed.{part}.default") == (
         f"{P}.embed.{part}.default: adapters of a kind that this version does not fold. Fold them in where they were "

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
+from transformers import GPT2Config, VisionEncoderDecoderConfig, VisionEncoderDecoderModel, ViTConfig
 
 import merger
 from merger import computing
@@ -271,6 +274,48 @@ def test_square_experts_are_not_folded_by_a_guess(tmp_path: Path) -> None:
     )
     assert refused(folder) == [("lora-layout", message)]
     assert exports_alone(folder)
+
+
+def test_square_matrices_are_not_folded_by_a_setting_that_other_layers_contradict(tmp_path: Path) -> None:
+    """One fan_in_fan_out stands for all layers, and peft leaves in it what the last one asked for."""
+    model = under_peft(target_modules=["wide", "square", "turned", "turned_square"], fan_in_fan_out=True)
+    folder = saved(model, tmp_path / "checkpoint")
+    message = (
+        "has the shape (6, 6), from which it cannot be told whether it lies as (outputs, inputs) or as (inputs, "
+        "outputs), and fan_in_fan_out does not fit other layers; merge without --weights-only, with the model's "
+        "config.json, or export the adapter alone with --lora adapter"
+    )
+    names = ["square.weight", "turned_square.weight"]
+    assert refused(folder) == [("lora-layout", f"{name}: {message}") for name in names]
+    assert exports_alone(folder)
+
+
+def test_the_architecture_says_how_square_matrices_lie_whatever_the_settings_say(tmp_path: Path) -> None:
+    """Layers of both kinds in one model, as of an encoder of images before GPT-2; the latter is wrapped last."""
+    sizes = {"hidden_size": 6, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 9}
+    encoder = ViTConfig(**sizes, image_size=4, patch_size=2)
+    names = {"bos_token_id": 1, "eos_token_id": 2}
+    decoder = GPT2Config(vocab_size=11, n_embd=6, n_inner=9, n_layer=1, n_head=2, n_positions=8, **names)
+    wrapped: list[dict[str, Any]] = [
+        {"target_modules": ["query", "q_proj", "attn.c_proj"]},
+        {"target_modules": ["query", "q_proj"], "target_parameters": ["attn.c_proj.weight"]},
+    ]
+    for settings in wrapped:
+        folder = tmp_path / str(len(settings))
+        config = VisionEncoderDecoderConfig.from_encoder_decoder_configs(encoder, decoder)
+        config.architectures = ["VisionEncoderDecoderModel"]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of settings that fit one kind of layer only
+            model: Any = get_peft_model(
+                VisionEncoderDecoderModel(config), LoraConfig(r=3, init_lora_weights=False, **settings)
+            )
+        saved(model, folder)
+        config.save_pretrained(folder / "huggingface")
+        merger.merge(folder, folder / "out", names="as-is")
+        expected = folded(model)
+        found = load_file(folder / "out" / "model.safetensors")
+        assert len(found) > 20
+        assert differing(found, {name: expected[name] for name in found}) == {}
 
 
 def test_a_bias_without_one_to_add_it_to_is_told(tmp_path: Path) -> None:

@@ -57,6 +57,31 @@ def test_the_settings_that_peft_saves_are_read(tmp_path: Path) -> None:
     assert not settings.changes_base
 
 
+@pytest.mark.parametrize("below", [".", "lora_adapter", "huggingface", "huggingface/lora_adapter"])
+def test_an_adapter_with_a_name_has_its_settings_in_a_folder_of_that_name(below: str, tmp_path: Path) -> None:
+    """As peft saves them: what lies above is of the adapter that it calls "default"."""
+    put(tmp_path / below, CONFIG, {**OWN, "lora_alpha": 32})
+    path = put(tmp_path / below / "second", CONFIG, OWN)
+    for adapters in (["second"], ["second", "default"], ["second", "third"]):
+        settings = read_settings([tmp_path], alpha=None, adapters=adapters)
+        assert (settings.path, settings.alpha) == (path, 16)
+    assert read_settings([tmp_path], alpha=None, adapters=["default", "second"]).alpha == 32
+    assert read_settings([tmp_path], alpha=None, adapters=["third"]).alpha == 32
+
+
+def test_settings_of_the_default_adapter_are_not_those_of_another(tmp_path: Path) -> None:
+    put(tmp_path, CONFIG, OWN)
+    with pytest.raises(ModelError) as caught:
+        read_settings([tmp_path], alpha=None, adapters=["second", "default"])
+    message = (
+        "the checkpoint holds LoRA adapters, but how strongly they count is not known: no second/adapter_config.json "
+        "lies beside the checkpoint, and others are of the adapter default. Give alpha as it was set in training by "
+        "--lora-alpha N."
+    )
+    assert [str(problem) for problem in caught.value.problems] == [message]
+    assert read_settings([tmp_path], alpha=3, adapters=["second", "default"]).config is None
+
+
 def test_a_folder_that_is_named_twice_is_read_once(tmp_path: Path) -> None:
     put(tmp_path / "huggingface", CONFIG, OWN)
     assert read(tmp_path, tmp_path / "huggingface").rank == 8

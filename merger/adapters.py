@@ -16,7 +16,7 @@ from merger.errors import Faults, MergerError, ModelError, Problem
 from merger.huggingface.architecture import Architecture
 from merger.huggingface.expected import expected_architecture
 from merger.huggingface.in_memory import fitting
-from merger.huggingface.lora import Lora, find_lora, has_lora, holds_base, listed
+from merger.huggingface.lora import Lora, adapter_names, find_lora, has_lora, holds_base, listed
 from merger.huggingface.lora_export import FOLDER, Adapter, export
 from merger.huggingface.lora_fold import (
     Folded,
@@ -190,8 +190,11 @@ def plan_lora(
 
 def summarise(source: Checkpoint) -> LoraSummary | None:
     """What adapters a checkpoint has, as far as it can be told; None where it has none."""
+    if not has_lora(source.tensors, ()):
+        return None
     try:
-        lora = find_lora(source.tensors, None)
+        # Where it is not told which of several is meant, the first stands for them.
+        lora = find_lora(source.tensors, None, adapter=next(iter(adapter_names(source.tensors)), None))
     except MergerError:
         return None
     if lora is None:

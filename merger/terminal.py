@@ -33,7 +33,7 @@ def merge_text(report: MergeReport, *, is_last: bool = True, base: Path | None =
     lines = [
         *page.naming(f"{would} {_counted(report.world_size, 'rank')} of", report.checkpoint, "heading"),
         *page.line(f"  into      {report.output}"),
-        *page.wrapped("  tensors   ", f"{report.num_tensors:,}: {_counts(report.dtypes)}"),
+        *page.wrapped("  tensors   ", f"{report.num_tensors:,}: {_counts(report.dtypes)}" if report.dtypes else "none"),
         *page.wrapped("  weights   ", f"{size_text(report.num_bytes)} in {files}"),
     ]
     if report.lora is not None:
@@ -100,7 +100,7 @@ def inspect_text(report: InspectReport, *, page: Page = _PLAIN) -> str:
         again = "mend that, then look again by the same command"
         lines += page.wrapped("next: ", again if len(report.problems) == 1 else again.replace("that", "these", 1))
     else:
-        found = "no fault found (headers only; a merge also verifies the checksums of all data)"
+        found = "no fault found (headers only; a merge also checks config.json and all data)"
         lines += page.wrapped("", found, "good")
         lines += _after_inspection(report, page)
     return joined(lines)
@@ -110,10 +110,15 @@ def _after_inspection(report: InspectReport, page: Page) -> list[str]:
     checkpoint = str(report.checkpoint)
     if report.format == MODEL_DIRECTORY:
         return page.command("next: ", ["merger", "verify"], ["CKPT"], [checkpoint])
-    merge = (["merger", "merge"], [checkpoint], ["OUT"])
-    if report.config_dir is None:
-        return page.command("next: ", *merge, ["--config", "DIR"])
-    return page.command("next: ", *merge)
+    lora = report.lora
+    needs_config = report.config_dir is None and (lora is None or lora.has_base)
+    return page.command(
+        "next: ",
+        *(["merger", "merge"], [checkpoint], ["OUT"]),
+        *([["--config", "DIR"]] if needs_config else []),
+        *([["--lora-adapter", "NAME"]] if lora is not None and len(lora.adapters) > 1 else []),
+        *([["--lora-alpha", "N"]] if lora is not None and lora.alpha is None else []),
+    )
 
 
 def verify_text(report: VerifyReport, *, is_merge: bool = False, base: Path | None = None, page: Page = _PLAIN) -> str:

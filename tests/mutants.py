@@ -415,8 +415,8 @@ MUTANTS = (
     Mutant(
         "B A added to a square Conv1D without being turned (S23)",
         "merger/huggingface/lora_fold.py",
-        'return "transposed" if is_turned else "linear"',
-        'return "linear"',
+        'return None if is_turned is None else "transposed" if is_turned else "linear"',
+        'return None if is_turned is None else "linear"',
         "tests/unit/test_lora_fold.py",
     ),
     Mutant(

@@ -121,6 +121,11 @@ def holds_base(names: Iterable[str]) -> bool:
     return len(found) > len(heads_beside(found, ()))
 
 
+def adapter_names(stored: Iterable[str]) -> tuple[str, ...]:
+    """The names of all adapters in a state dict of a model of which nothing else is known, in their order."""
+    return _adapters(map(_parse, stored))
+
+
 def find_lora(
     stored: Mapping[str, StoredTensor], expected: Collection[str] | None, *, adapter: str | None = None
 ) -> Lora | None:
@@ -142,7 +147,7 @@ def find_lora(
             "trained and save again."
         )
         raise ModelError(Problem("unknown-adapter", "", message))
-    adapters = tuple(sorted({one.adapter for one in parsed.values() if one.role in ("factor", "trained")}))
+    adapters = _adapters(parsed.values())
     chosen = _chosen(adapters, adapter)
     # What lies beside the model has none of the prefixes by which those of the model are known.
     heads = heads_beside((fqn for fqn, one in parsed.items() if one.role == "base"), expected or ())
@@ -215,6 +220,10 @@ def listed(names: Iterable[str]) -> str:
     found = sorted(names)
     more = f" and {len(found) - _MAX_LISTED} more" if len(found) > _MAX_LISTED else ""
     return ", ".join(found[:_MAX_LISTED]) + more
+
+
+def _adapters(parsed: Iterable[_Parsed]) -> tuple[str, ...]:
+    return tuple(sorted({one.adapter for one in parsed if one.role in ("factor", "trained")}))
 
 
 def _chosen(adapters: tuple[str, ...], asked: str | None) -> str:

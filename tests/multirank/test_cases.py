@@ -72,7 +72,7 @@ def test_is_merged_exactly_or_refused_with_reason(name: str, checkpoint: Callabl
         # Its path says which case it is, which is not the merger's merit.
         ran = Ran(2, str(error).replace(str(made), "@"), 0.0)
     judgement = judged(case, ran, out, made, "any")
-    assert judgement.is_right, judgement
+    assert judgement.is_right, str(judgement)
 
 
 @pytest.mark.parametrize(

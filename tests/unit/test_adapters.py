@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import merger
+from merger.cli import main
 from merger.errors import MergerError
 from tests.unit.peft_models import saved, under_peft
 
@@ -77,3 +78,26 @@ def test_adapters_alone_are_written_as_they_are_whatever_type_a_model_would_have
     report = merger.merge(adapters_alone, out, dtype="bfloat16")
     assert "the adapter is in the types in which it was saved: --dtype is for the model" in report.notes
     assert report.casts == {}
+
+
+TOLD: list[tuple[dict[str, Any], str, list[str]]] = [
+    ({"r": 3}, "alpha not known", ["--lora-alpha", "N"]),
+    ({"r": 3, "lora_alpha": 12}, "alpha 12", []),
+    ({"r": 3, "lora_alpha": 12}, "alpha 12; adapters default, second", ["--lora-adapter", "NAME"]),
+]
+
+
+@pytest.mark.parametrize(("meta", "told", "options"), TOLD)
+def test_an_inspection_says_what_a_merge_has_to_be_told(
+    meta: dict[str, Any], told: str, options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = under_peft(target_modules=["wide"])
+    if "second" in told:
+        model.add_adapter("second", model.peft_config["default"])
+    state = {name: tensor for name, tensor in model.state_dict().items() if "lora_" in name}
+    checkpoint = saved(state, tmp_path / "c", **meta)
+    assert main(["inspect", str(checkpoint)]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert f"lora 1 layer, r 3, {told}; adapters alone, without base weights config none" in out
+    words = out.rpartition("next: ")[2].replace("\\ ", "").split()
+    assert words == ["merger", "merge", str(checkpoint), "OUT", *options]

@@ -387,6 +387,18 @@ class TestReport:
         lines = [line for name, case in CASES.items() for line in rows(Judgement(name, case.ids, "crashed", "x " * 99))]
         assert [line for line in lines if len(line) > 80] == []
 
+    def test_a_long_reason_is_told_in_full(self) -> None:
+        words = " ".join(map(str, range(60)))
+        lines = rows(Judgement("a", (), "wrong silently", words))[1:]
+        assert len(lines) == 3
+        assert " ".join(line.strip() for line in lines) == words
+
+    def test_an_assertion_shows_what_was_wrong_before_what_was_printed(self) -> None:
+        assert str(JUDGEMENTS[1]) == (
+            "qwen2-fp32-w4+hole: wrong silently: one row | is *missing*\nLoading\r\x1b[A done"
+        )
+        assert str(JUDGEMENTS[0]) == "qwen2-fp32-w4: right"
+
     def test_totals_are_by_kind(self) -> None:
         assert totals(JUDGEMENTS) == [
             "right               1",

@@ -157,7 +157,7 @@ def test_an_inspection_says_what_a_checkpoint_is() -> None:
         "  dtypes    290 float32, 1 int64",
         "  placed    289 (Replicate(), Shard(0)), 1 (Shard(0)), 1 on every rank",
         "  config    /run/global_step_10/actor/huggingface",
-        "no fault found (headers only; a merge also verifies the checksums of all data)",
+        "no fault found (headers only; a merge also checks config.json and all data)",
         "next: merger merge /run/global_step_10/actor OUT",
     ]
 
@@ -205,7 +205,7 @@ def test_tensors_that_were_asked_for_stand_in_columns() -> None:
         "",
         "  model.norm.weight  float32 (896)  (Shard(0))",
         "  step               int64 ()  on every rank",
-        "no fault found (headers only; a merge also verifies the checksums of all data)",
+        "no fault found (headers only; a merge also checks config.json and all data)",
         "next: merger merge /run/global_step_10/actor OUT",
     ]
 
@@ -221,7 +221,7 @@ def test_where_columns_are_too_wide_each_tensor_takes_two_lines() -> None:
         "    float32 (4096, 4096)  (Replicate(), Shard(0))",
         "  step",
         "    int64 ()  on every rank",
-        "no fault found (headers only; a merge also verifies the checksums of all data)",
+        "no fault found (headers only; a merge also checks config.json and all data)",
         "next: merger merge /run/global_step_10/actor OUT",
     ]
 

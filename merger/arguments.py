@@ -30,6 +30,8 @@ Run: TypeAlias = Callable[[argparse.Namespace], int]
 # How alike a flag has to be to be asked for: --shard-size is 0.86 like --max-shard-size, chance gives 0.7.
 _LIKENESS = 0.75
 
+_LORA_MODES = ["merge", "adapter", "both", "base"]
+
 # What verl's own `test` allows, for those who come with its flags.
 _VERL_TOLERANCE = 1e-6
 
@@ -50,7 +52,8 @@ def command_parser(runs: Mapping[str, Run]) -> argparse.ArgumentParser:
     _add_logits(verify)
     test = commands.add_parser("test", help="verify, by the name and flags of verl's merger")
     _add_verify(test, _VERL_TOLERANCE)
-    test.set_defaults(source=None, config=None, base=None, logits=False, logits_atol=LOGITS_ATOL)
+    test.set_defaults(source=None, config=None, base=None, lora=None, lora_adapter=None)
+    test.set_defaults(logits=False, logits_atol=LOGITS_ATOL)
     _add_upload(commands.add_parser("upload", help="upload a merged model to the Hugging Face Hub"))
     for name, command in commands.choices.items():
         command.set_defaults(run=runs[name], parser=command)
@@ -126,7 +129,7 @@ def _add_merge(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--lora",
-        choices=["merge", "adapter", "both", "base"],
+        choices=_LORA_MODES,
         default="both",
         help="what to write of a checkpoint with LoRA: the model with it folded in, the adapter, both (the default), "
         "or the base weights and the adapter",
@@ -189,6 +192,10 @@ def _add_source_check(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--config", metavar="DIR", type=Path, help="the folder that the merge of CKPT took by --config")
     parser.add_argument("--base", metavar="DIR", type=Path, help="the folder that the merge of CKPT took by --base")
+    parser.add_argument(
+        "--lora", choices=_LORA_MODES, help="what the merge of CKPT wrote, where no merger_report.json says it"
+    )
+    parser.add_argument("--lora-adapter", metavar="NAME", help="which adapter the merge of CKPT took, likewise")
 
 
 def _add_logits(parser: argparse.ArgumentParser) -> None:

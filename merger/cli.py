@@ -29,6 +29,17 @@ from merger.page import Page, is_able, joined, page_of
 from merger.starting import INTERRUPTED, INTERRUPTED_CODE, end_guard
 
 _OK, _DIFFERENT, _BAD_INPUT, _TERMINATED = 0, 1, 2, 143
+# Options of a merge that `verify --source` takes too.
+_FOR_SOURCE = (
+    "world_size",
+    "shard_order",
+    "reduce_partial",
+    "config",
+    "lora",
+    "lora_alpha",
+    "lora_adapter",
+    "base",
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -115,7 +126,7 @@ def _merge(options: argparse.Namespace) -> int:
         )
     report = dataclasses.replace(report, notes=(*report.notes, *answered_flags(options)))
     if options.upload is None or options.dry_run:
-        _print(options, report, terminal.merge_text(report, base=options.base, page=_page()))
+        _print(options, report, terminal.merge_text(report, given=_asked_again(options), page=_page()))
         return _OK
     if not options.json:
         _print(options, report, terminal.merge_text(report, is_last=False, page=_page()))
@@ -124,6 +135,11 @@ def _merge(options: argparse.Namespace) -> int:
     uploaded = _uploaded(options, folder, options.upload)
     _print(options, {**_plain(report), "upload": _plain(uploaded)}, terminal.upload_text(uploaded, page=_page()))
     return _OK
+
+
+def _asked_again(options: argparse.Namespace) -> dict[str, Any]:
+    """The options of a merge that its output has to be verified with: all that count, where no report states them."""
+    return {name: getattr(options, name) for name in (_FOR_SOURCE if options.no_report else ("base",))}
 
 
 def _upload(options: argparse.Namespace) -> int:
@@ -187,8 +203,8 @@ def _verify(options: argparse.Namespace) -> int:
         if checkpoint is None or reference is not None:
             options.parser.error("give OUT --source CKPT, without a REFERENCE")
         return _verify_merge(options, checkpoint)
-    if options.config is not None or options.base is not None:
-        options.parser.error("--config and --base are for --source alone")
+    if any(value is not None for value in (options.config, options.base, options.lora, options.lora_adapter)):
+        options.parser.error("--config, --base, --lora and --lora-adapter are for --source alone")
     if checkpoint is None or reference is None:
         options.parser.error("give CKPT and REFERENCE (or --local_dir and --test_hf_dir)")
     with _progress("comparing", options) as progress:
@@ -218,15 +234,11 @@ def _verify_merge(options: argparse.Namespace, output: Path) -> int:
         report = merger.verify_merge(
             output,
             options.source,
-            config=options.config,
-            base=options.base,
-            world_size=options.world_size,
-            shard_order=options.shard_order,
-            reduce_partial=options.reduce_partial,
+            **{name: getattr(options, name) for name in _FOR_SOURCE},
             workers=options.workers,
             progress=progress,
         )
-    _print(options, report, terminal.verify_text(report, is_merge=True, base=options.base, page=_page()))
+    _print(options, report, terminal.verify_text(report, is_merge=True, page=_page()))
     return _OK if report.is_equal else _DIFFERENT
 
 

@@ -17,6 +17,7 @@ from typing import Any
 from merger.adapters import LoraSummary
 from merger.checkpoint import Checkpoint
 from merger.errors import Problem, TargetError
+from merger.flags import ELSEWHERE
 from merger.huggingface.side_files import REPORT_NAME
 from merger.operations import Operation
 from merger.plan import Plan
@@ -30,8 +31,6 @@ _REPORT_VERSION = 1
 _OF_ONE_RUN = ("checkpoint", "output", "dry_run")
 # Packages whose release can change what is written: the arithmetic, the expected architecture, the re-reading.
 _PACKAGES = ("torch", "transformers", "safetensors")
-# Where config.json came from a folder that is not the checkpoint's.
-ELSEWHERE = "elsewhere"
 
 
 @dataclass(frozen=True, slots=True)

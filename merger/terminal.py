@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 from merger.adapters import LoraSummary
 from merger.checks import grid_text, limit_problems, ranks_text, shape_text
+from merger.flags import flags_of
 from merger.huggingface.hub import UploadReport
 from merger.huggingface.lora_export import FOLDER as ADAPTER_FOLDER
 from merger.inspect import InspectReport, MeshSummary, TensorSummary
@@ -18,6 +20,7 @@ from merger.verify import TensorComparison, VerifyReport
 
 # A page for a log.
 _PLAIN = Page()
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
 # How many tensors that differ are listed before the rest are counted.
 _MAX_DIFFERENCES = 20
 # How many ranks of a mesh are written out.
@@ -26,8 +29,13 @@ _MAX_MESH_RANKS = 16
 _MAX_MESH_COPIES = 3
 
 
-def merge_text(report: MergeReport, *, is_last: bool = True, base: Path | None = None, page: Page = _PLAIN) -> str:
-    """What a merge did, and, where nothing else `is_last`, what to do next; `base` is the base model that was given."""
+def merge_text(
+    report: MergeReport, *, is_last: bool = True, given: Mapping[str, Any] = _NOTHING, page: Page = _PLAIN
+) -> str:
+    """What a merge did, and, where nothing else `is_last`, what to do next.
+
+    `given` are the options that have to be given again when the output is verified, as no report states them.
+    """
     would = "would merge" if report.dry_run else "merged"
     files = _counted(len(report.weight_files), "file")
     lines = [
@@ -49,7 +57,7 @@ def merge_text(report: MergeReport, *, is_last: bool = True, base: Path | None =
         lines += page.line("next: the same command without --dry-run")
     elif is_last:
         output, checkpoint = str(report.output), str(report.checkpoint)
-        lines += page.command("next: ", ["merger", "verify"], [output], ["--source", checkpoint], *_base(base))
+        lines += page.command("next: ", ["merger", "verify"], [output], ["--source", checkpoint], *flags_of(given))
     return joined(lines)
 
 
@@ -121,11 +129,8 @@ def _after_inspection(report: InspectReport, page: Page) -> list[str]:
     )
 
 
-def verify_text(report: VerifyReport, *, is_merge: bool = False, base: Path | None = None, page: Page = _PLAIN) -> str:
-    """How a checkpoint compares with a reference; where it `is_merge`, how an output does with what it was made of.
-
-    `base` is the base model that was given.
-    """
+def verify_text(report: VerifyReport, *, is_merge: bool = False, page: Page = _PLAIN) -> str:
+    """How a checkpoint compares with a reference; where it `is_merge`, how an output does with what it was made of."""
     lines = [*page.line(str(report.checkpoint), "heading"), *page.line(f"  against   {report.reference}")]
     for note in report.notes:
         lines += page.wrapped("  note      ", note)
@@ -149,7 +154,7 @@ def verify_text(report: VerifyReport, *, is_merge: bool = False, base: Path | No
     if report.logits is not None:
         lines += page.wrapped("  logits    ", report.logits.detail)
     lines += page.wrapped("", _verdict(report, len(bad)), "good" if report.is_equal else "bad")
-    lines += _after_merge_check(report, base, page) if is_merge else _after_comparison(report, bad, page)
+    lines += _after_merge_check(report, page) if is_merge else _after_comparison(report, bad, page)
     return joined(lines)
 
 
@@ -162,18 +167,14 @@ def _verdict(report: VerifyReport, num_bad: int) -> str:
     return f"not the same: {_counted(num_bad, 'tensor')} of {total:,}"
 
 
-def _after_merge_check(report: VerifyReport, base: Path | None, page: Page) -> list[str]:
+def _after_merge_check(report: VerifyReport, page: Page) -> list[str]:
     output, checkpoint = str(report.checkpoint), str(report.reference)
     if report.is_equal:
         # An adapter is a repository of its own, and peft looks for it at the top of that.
         folder = output if report.has_model else str(report.checkpoint / ADAPTER_FOLDER)
         return page.command("next: ", ["merger", "upload"], [folder], ["REPO"])
-    mode = [] if report.has_model else [["--lora", "adapter"]]
-    return page.command("next: ", ["merger", "merge"], [checkpoint], [output], *mode, *_base(base), ["--overwrite"])
-
-
-def _base(base: Path | None) -> list[list[str]]:
-    return [] if base is None else [["--base", str(base)]]
+    asked = flags_of(report.options)
+    return page.command("next: ", ["merger", "merge"], [checkpoint], [output], *asked, ["--overwrite"])
 
 
 def _after_comparison(report: VerifyReport, bad: Sequence[TensorComparison], page: Page) -> list[str]:

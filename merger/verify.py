@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from merger.adapters import plan_lora
 from merger.checkpoint import Checkpoint
@@ -56,7 +56,9 @@ class TensorComparison:
 class VerifyReport:
     """All comparisons, in the order of the checkpoint, what only the reference has at the end.
 
-    `has_model` is false for the output of a merge that writes an adapter alone.
+    `has_model` is false for the output of a merge that writes an adapter alone. `options` are those of the merge that
+    an output was held against: `config` is None where it is the checkpoint's own, and "elsewhere" where the output's
+    stood in for one that was not given.
     """
 
     checkpoint: Path
@@ -66,6 +68,7 @@ class VerifyReport:
     notes: tuple[str, ...]
     logits: LogitsComparison | None = None
     has_model: bool = True
+    options: dict[str, Any] = field(default_factory=dict)
 
     @property
     def is_equal(self) -> bool:

@@ -49,7 +49,7 @@ def test_what_the_merge_took_from_elsewhere_is_given_again_or_taken_from_the_out
     for given in (config, None):
         report = merger.verify_merge(tmp_path / "out", folder, config=given)
         assert report.is_equal
-        assert report.notes == ("merged again as merger_report.json says: dtype auto, unexpected error",)
+        assert report.notes == ("merged again as merger_report.json says: --dtype auto --unexpected error",)
 
 
 def test_side_files_that_were_edited_are_told_and_are_no_difference(

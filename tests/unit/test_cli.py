@@ -103,6 +103,7 @@ def test_the_public_names_are_a_decision() -> None:
             {
                 "--atol", "--rtol", "--source", "--config", "--base", "--lora-alpha", "--world-size", "--shard-order",
                 "--reduce-partial", "--workers", "--json", "--logits", "--logits-atol", "--quiet",
+                "--lora", "--lora-adapter",
             },
         ),
         (

@@ -39,6 +39,9 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, li
 CASES: list[tuple[str, list[str]]] = [
     ("whole", []),
     ("whole", ["--lora", "adapter"]),
+    ("whole", ["--lora", "merge", "--dtype", "bfloat16", "--names", "as-is"]),
+    ("whole", ["--lora", "base", "--lora-alpha", "7"]),
+    ("alone", ["--base", "base", "--lora", "merge", "--lora-alpha", "7"]),
     ("alone", []),
     ("alone", ["--base", "base"]),
 ]
@@ -69,6 +72,37 @@ def test_what_is_next_can_be_pasted(
     save_file(changed, weights, {"format": "pt"})
     code, merge = run(capsys, *verify)
     assert code == 1
-    code, again = run(capsys, *merge, *(weights_only if has_model else []))
+    code, again = run(capsys, *merge)
     assert (code, again) == (0, verify)
     assert run(capsys, *again) == (0, upload)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        [],
+        ["--lora", "merge"],
+        ["--lora", "merge", "--dtype", "float16"],
+        ["--lora", "adapter"],
+        ["--lora", "base"],
+        ["--lora-alpha", "7"],
+        ["--lora", "merge", "--lora-alpha", "0.5"],
+    ],
+    ids=str,
+)
+def test_what_is_next_after_a_merge_without_a_report_says_what_that_would_state(
+    options: list[str], folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
+    given = [*options, "--weights-only"]
+    code, verify = run(capsys, "merge", "whole", "out", "--no-report", *given)
+    told = [word for at, word in enumerate(options) if "--dtype" not in options[max(at - 1, 0) : at + 1]]
+    assert (code, verify) == (0, ["verify", "out", "--source", "whole", *told])
+    assert run(capsys, *verify)[0] == 0
+    (weights, *_) = sorted((folder / "out").rglob("*model.safetensors"), reverse=True)
+    written = {path: path.read_bytes() for path in (folder / "out").rglob("*model.safetensors")}
+    save_file({key: tensor + 1 for key, tensor in load_file(weights).items()}, weights, {"format": "pt"})
+    code, merge = run(capsys, *verify)
+    assert code == 1
+    assert run(capsys, *merge)[0] == 0
+    assert {path: path.read_bytes() for path in (folder / "out").rglob("*model.safetensors")} == written

@@ -12,13 +12,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import merger
+from merger.adapters import LoraMode
 from merger.cli import main
 from merger.errors import MergerError, NotACheckpointError, TargetError
 from merger.verify import TensorComparison
 from tests.unit.archives import ARCHIVES, CASES, IDS
+from tests.unit.peft_models import filled, saved, under_peft
 
 CASE = ARCHIVES / "2.14.1" / "fsdp2_hsdp_w4"
-AS_STATED = "merged again as merger_report.json says: dtype keep, weights only"
+AS_STATED = "merged again as merger_report.json says: --dtype keep --weights-only"
 
 
 @pytest.fixture
@@ -109,7 +111,7 @@ def test_without_a_report_the_options_are_told_from_the_output(tmp_path: Path) -
     merger.merge(CASE, tmp_path / "out", weights_only=True, dtype="float16", report=False)
     report = merger.verify_merge(tmp_path / "out", CASE)
     assert report.is_equal
-    told = "by its names and types the output is of a merge with dtype float16, weights only"
+    told = "by its names and types the output is of a merge with --dtype float16 --weights-only"
     assert report.notes == (f"there is no merger_report.json; {told}",)
 
 
@@ -191,7 +193,9 @@ def test_the_command_exits_0_where_all_is_the_same_and_1_where_not(
         (["a", "b", "--source", "c"], "give OUT --source CKPT, without a REFERENCE"),
         (["--source", "c"], "give OUT --source CKPT, without a REFERENCE"),
         (["a", "--source", "c", "--atol", "1"], "--source compares bit for bit: leave out --atol, --rtol and --logits"),
-        (["a", "b", "--config", "c"], "--config and --base are for --source alone"),
+        (["a", "b", "--config", "c"], "--config, --base, --lora and --lora-adapter are for --source alone"),
+        (["a", "b", "--lora", "both"], "--config, --base, --lora and --lora-adapter are for --source alone"),
+        (["a", "b", "--lora-adapter", "c"], "--config, --base, --lora and --lora-adapter are for --source alone"),
     ],
 )
 def test_a_call_without_meaning_is_refused(
@@ -215,3 +219,60 @@ def test_another_version_of_a_checkpoint_in_the_same_place_is_noticed(tmp_path: 
     report = merger.verify_merge(tmp_path / "out", tmp_path / "checkpoint")
     assert report.notes[1].startswith("merger_report.json tells of other files than lie here: ")
     assert [comparison.name for comparison in unlike(report)] == ["step"]
+
+
+# Adapters: what peft folded and saved is held against what the merge gives in other tests.
+
+
+@pytest.fixture
+def adapters(tmp_path: Path) -> Path:
+    """A checkpoint of base weights under two adapters, of which no report tells what was made."""
+    model = under_peft(target_modules=["wide"])
+    model.add_adapter("other", model.peft_config["default"])
+    filled(model)
+    folder = saved(model, tmp_path / "adapters")
+    model.peft_config["other"].save_pretrained(str(folder / "other"))
+    return folder
+
+
+@pytest.mark.parametrize("mode", ["both", "merge", "adapter", "base"])
+def test_without_a_report_what_was_written_of_adapters_is_told(mode: LoraMode, adapters: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    merger.merge(adapters, out, weights_only=True, report=False, lora=mode, lora_adapter="default")
+    for given in (None, mode):
+        report = merger.verify_merge(out, adapters, lora=given, lora_adapter="default")
+        assert report.is_equal
+        assert report.options["lora"] == mode
+
+
+def test_a_difference_that_may_be_one_of_options_is_told_so(adapters: Path, tmp_path: Path) -> None:
+    out, asked = tmp_path / "out", {"lora_alpha": 7, "lora_adapter": "other"}
+    merger.merge(adapters, out, weights_only=True, report=False, lora="merge", **asked)  # type: ignore[arg-type]
+    report = merger.verify_merge(out, adapters, lora_adapter="other")
+    assert [one.name for one in unlike(report)] == ["wide.weight"]
+    assert report.notes[1] == "if that merge was given --lora-alpha N, give it here too: the output does not tell it"
+    assert merger.verify_merge(out, adapters, **asked).is_equal  # type: ignore[arg-type]
+
+
+def test_base_weights_that_tell_nothing_are_told_so(adapters: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    merger.merge(adapters, out, weights_only=True, report=False, lora="base", lora_adapter="default")
+    edit(out, lambda tensors: tensors["wide.weight"].zero_())
+    report = merger.verify_merge(out, adapters, lora_adapter="default")
+    told = "if that merge was given --lora base or --lora-alpha N, give it here too: the output does not tell it"
+    assert report.notes[1] == told
+
+
+def test_options_other_than_the_report_states_are_refused(adapters: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    merger.merge(adapters, out, weights_only=True, lora="merge", lora_adapter="other")
+    stated = f"and {out / 'merger_report.json'} states"
+    with pytest.raises(MergerError) as caught:
+        merger.verify_merge(out, adapters, lora="both", lora_alpha=7, lora_adapter="default")
+    on = "; leave it out, or delete that file to go without"
+    assert [(one.where, one.message) for one in caught.value.problems] == [
+        ("lora", f"both is given, {stated} merge{on}"),
+        ("lora_alpha", f"7 is given, {stated} that none was given{on}"),
+        ("lora_adapter", f"default is given, {stated} other{on}"),
+    ]
+    assert merger.verify_merge(out, adapters, lora="merge", lora_adapter="other").is_equal

@@ -264,6 +264,30 @@ def test_a_result_that_cannot_be_pickled_is_a_failure_of_its_rank(small_pool: Ra
     assert_gone_and_replaced(small_pool, pids)
 
 
+def test_ranks_that_show_bars_leave_nothing_behind(tmp_path: Path) -> None:
+    script = tmp_path / "bars.py"
+    script.write_text(
+        "from fixtures.ranks import RankPool\n"
+        "def bar(rank, world_size):\n"
+        "    from tqdm import tqdm\n"
+        "    return sum(tqdm(range(3)))\n"
+        "if __name__ == '__main__':\n"
+        "    with RankPool() as pool:\n"
+        "        print(pool.run(1, bar))\n"
+    )
+    ran = subprocess.run(
+        [sys.executable, str(script)],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=True,
+    )
+    assert ran.stdout == "[3]\n"
+    assert "3/3" in ran.stderr
+    assert "leaked" not in ran.stderr
+
+
 def test_ranks_die_with_a_parent_that_is_killed_even_amid_a_job(tmp_path: Path) -> None:
     script = tmp_path / "orphans.py"
     script.write_text(

@@ -87,10 +87,11 @@ def inspect_text(report: InspectReport, *, page: Page = _PLAIN) -> str:
     ]
     for mesh in report.meshes:
         lines += page.wrapped("  mesh      ", _mesh_text(mesh))
-    elements = f"{report.num_elements:,} elements, {size_text(report.num_bytes)} merged"
-    lines += page.wrapped("  tensors   ", f"{report.num_tensors:,}, {elements}")
-    lines += page.wrapped("  dtypes    ", _counts(report.dtypes) or "none")
-    lines += page.items("  placed    ", [f"{number:,} {name}" for name, number in report.placements.items()])
+    if report.num_tensors or not report.problems:  # a fault may leave it unknown which tensors there are
+        elements = f"{report.num_elements:,} elements, {size_text(report.num_bytes)} merged"
+        lines += page.wrapped("  tensors   ", f"{report.num_tensors:,}, {elements}")
+        lines += page.wrapped("  dtypes    ", _counts(report.dtypes) or "none")
+        lines += page.items("  placed    ", [f"{number:,} {name}" for name, number in report.placements.items()])
     if report.lora is not None:
         lines += page.wrapped("  lora      ", _lora_text(report.lora))
     lines += page.line(f"  config    {report.config_dir or 'none'}")

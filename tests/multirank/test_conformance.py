@@ -113,7 +113,7 @@ def test_a_merger_that_copies_the_first_is_wrong_nearly_throughout(cache: Path, 
     }
     assert code == 1
     assert "                 model.embed_tokens.weight: shape (34, 24) instead of (101," in printed
-    assert "                 exit code 0, but: Rank 1 runs a shell command when it is un" in printed
+    assert "                 exit code 0, but: Rank 1 runs a shell command when it is\n" in printed
     assert "                 has no config.json, and no command for that was given\n" in printed
 
 

@@ -21,7 +21,7 @@ LAYERS = (
     ("operations",),
     ("tensors", "workers"),
     ("algebra", "checkpoint", "checks", "plan", "casting", "folding", "checksums", "publish", "single_file"),
-    ("computing",),
+    ("computing", "flags"),
     ("reading", "sources", "huggingface", "picture"),
     ("writer", "comparing", "adapters"),
     ("planning", "inspect"),

@@ -17,10 +17,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from merger.adapters import LoraMode, writes_model
-from merger.casting import cast_block
 from merger.checkpoint import Checkpoint
-from merger.checks import shape_text
-from merger.comparing import element_texts, position_in
 from merger.errors import Faults, MergerError, Problem, TargetError
 from merger.flags import ELSEWHERE, flags_of
 from merger.huggingface.expected import read_config
@@ -30,16 +27,14 @@ from merger.huggingface.lora_export import WEIGHTS_NAME as ADAPTER_WEIGHTS
 from merger.huggingface.outputs import Unexpected, main_dtype
 from merger.huggingface.side_files import REPORT_NAME
 from merger.plan import VALUE_HEAD_FILE, OutputTensor
+from merger.plan_comparing import compare, compare_all
 from merger.planning import DTypeChoice, MergeOptions, PlannedMerge, check_source, checked_limit, plan_merge
-from merger.reading import SourceReader, element_type, read_bands
+from merger.reading import SourceReader
 from merger.report import read_report, source_summaries
 from merger.sharding import DealOrder
 from merger.sources import read_checkpoint, read_reference
-from merger.tensors import StoredTensor, bands
-from merger.verify import TensorComparison, VerifyReport
+from merger.verify import VerifyReport
 
-# Elements compared at a time: at most 8 MB on either side, and as much again where they are cast.
-_BAND_ELEMENTS = 1 << 20
 # Files that a note lists.
 _MAX_LISTED = 5
 
@@ -115,7 +110,7 @@ def verify_merge(
                 options, planned = as_base, instead
             elif is_base is None:
                 untold.insert(0, "--lora base")
-    comparisons = _comparisons(planned, found, progress)
+    comparisons = compare_all(planned, found, progress)
     notes = [*source.located, _options_note(options, is_stated=stated is not None)]
     if untold and any(one.status != "equal" for one in comparisons):
         notes.append(f"if that merge was given {' or '.join(untold)}, give it here too: the output does not tell it")
@@ -227,7 +222,7 @@ def _is_nearer(one: PlannedMerge, other: PlannedMerge, found: Checkpoint) -> boo
     with SourceReader() as reader:
 
         def is_equal(tensor: OutputTensor) -> bool:
-            return _compare(reader, tensor, found.tensors[tensor.name], lambda _: None).status == "equal"
+            return compare(reader, tensor, found.tensors[tensor.name], lambda _: None).status == "equal"
 
         for tensor in sorted(one.outputs.tensors, key=lambda tensor: math.prod(tensor.source.shape)):
             rival = others.get(tensor.name)
@@ -347,85 +342,6 @@ def _side_file_notes(planned: PlannedMerge, output: Path) -> list[str]:
         elif path.read_bytes() != (file.source.read_bytes() if expected is None else expected):
             others.append(file.relative_path)
     return [f"not as the merge wrote them: {_listed(others)}"] if others else []
-
-
-def _comparisons(
-    planned: PlannedMerge, found: Checkpoint, progress: Callable[[int, int], None] | None
-) -> list[TensorComparison]:
-    comparisons = []
-    done = 0
-
-    def count(num_bytes: int) -> None:
-        nonlocal done
-        done += num_bytes
-        if progress is not None:
-            progress(done, planned.plan.total_size)
-
-    with SourceReader() as reader:
-        for expected in planned.tensors:
-            there = found.tensors.get(expected.name)
-            if there is None:
-                detail = f"{shape_text(expected.source.shape)}, not in the output"
-                comparisons.append(TensorComparison(expected.name, "missing", None, expected.dtype.name, None, detail))
-            else:
-                comparisons.append(_compare(reader, expected, there, count))
-    names = {tensor.name for tensor in planned.tensors}
-    for name, tensor in found.tensors.items():
-        if name not in names:
-            detail = f"{shape_text(tensor.shape)}, which the merge does not write"
-            comparisons.append(TensorComparison(name, "unexpected", tensor.dtype.name, None, None, detail))
-    return comparisons
-
-
-def _compare(
-    reader: SourceReader, expected: OutputTensor, found: StoredTensor, count: Callable[[int], None]
-) -> TensorComparison:
-    dtypes = found.dtype.name, expected.dtype.name
-    shape = expected.source.shape
-    if found.shape != shape:
-        detail = f"shape {shape_text(found.shape)}, the merge gives {shape_text(shape)}"
-        return TensorComparison(expected.name, "shape", *dtypes, None, detail)
-    if found.dtype != expected.dtype:
-        detail = f"is {dtypes[0]}, the merge gives {dtypes[1]}"
-        return TensorComparison(expected.name, "differs", *dtypes, None, detail)
-    unequal, total, first = _unequal_elements(reader, expected, found, count)
-    if not unequal:
-        return TensorComparison(expected.name, "equal", *dtypes, 0.0, "equal")
-    detail = f"{unequal:,} of {total:,} elements differ, the first at {first}"
-    return TensorComparison(expected.name, "differs", *dtypes, None, detail)
-
-
-def _unequal_elements(
-    reader: SourceReader, expected: OutputTensor, found: StoredTensor, count: Callable[[int], None]
-) -> tuple[int, int, str]:
-    """How many elements differ, of how many, and the first of them for people."""
-    import numpy as np
-
-    source, target = expected.source.dtype, expected.dtype
-    elements = element_type(target.itemsize)
-    unequal, total, first = 0, 0, ""
-    for (offsets, sizes), (_, saved), (_, written) in zip(
-        bands(found.shape, _BAND_ELEMENTS),
-        read_bands(reader, expected.source, _BAND_ELEMENTS * source.itemsize),
-        read_bands(reader, found, _BAND_ELEMENTS * target.itemsize),
-        strict=True,
-    ):
-        ours = memoryview(bytearray(saved.tobytes()))
-        if source != target:
-            ours, _ = cast_block(ours, source, target)
-        theirs = written.tobytes()
-        total += written.size
-        if ours != theirs:
-            places = np.flatnonzero(np.frombuffer(ours, elements) != np.frombuffer(theirs, elements))
-            if not unequal:
-                place = int(places[0])
-                span = slice(place * target.itemsize, (place + 1) * target.itemsize)
-                values = element_texts(theirs[span], bytes(ours[span]), target)
-                index = ", ".join(map(str, position_in(place, offsets, sizes)))
-                first = f"[{index}]: {values[0]}, the merge gives {values[1]}"
-            unequal += len(places)
-        count(len(theirs))
-    return unequal, total, first
 
 
 def _listed(names: list[str]) -> str:

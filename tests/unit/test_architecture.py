@@ -27,6 +27,7 @@ LAYERS = (
     ("planning", "inspect"),
     ("report",),
     ("merge", "verify", "upload"),
+    ("plan_comparing",),
     ("replay",),
     ("__init__", "terminal", "arguments"),
     ("cli",),

@@ -17,19 +17,19 @@ from merger.huggingface.architecture import Architecture
 from merger.huggingface.expected import expected_architecture
 from merger.huggingface.in_memory import fitting
 from merger.huggingface.lora import Lora, adapter_names, find_lora, has_lora, holds_base, listed
-from merger.huggingface.lora_export import FOLDER, Adapter, export
-from merger.huggingface.lora_fold import (
-    Folded,
+from merger.huggingface.lora_export import Adapter, export
+from merger.huggingface.lora_fold import fold
+from merger.huggingface.lora_notes import export_notes, fold_notes, settings_notes
+from merger.huggingface.lora_settings import LoraSettings, read_settings
+from merger.huggingface.lora_targets import (
     Target,
     find_targets,
-    fold,
     maybe_experts,
     ranks_of,
     unknown_experts,
     without_data,
     wrong_ranks,
 )
-from merger.huggingface.lora_settings import LoraSettings, read_settings
 from merger.plan import VALUE_HEAD_FILE
 from merger.tensors import StoredTensor, in_files
 
@@ -148,7 +148,7 @@ def plan_lora(
     targets = (
         _told_by_base(lora, settings, known, conv1d, mode) if known else _told_by_config(lora, settings, config_dir)
     )
-    notes = list(_notes(lora, settings, alpha))
+    notes = settings_notes(lora, settings, alpha)
     tensors: Mapping[str, StoredTensor] | None = None
     if known and mode in ("merge", "both"):
         done = fold(
@@ -159,7 +159,7 @@ def plan_lora(
             conv1d=conv1d,
         )
         tensors = done.tensors
-        notes += _fold_notes(lora, settings, done)
+        notes += fold_notes(lora, settings, done)
     elif known and mode == "base":
         tensors = known
         notes.append("the base weights are written without the adapter, as asked")
@@ -173,7 +173,7 @@ def plan_lora(
     exported = None
     if mode != "merge" or tensors is None:
         exported = export(lora, settings, targets)
-        notes += _export_notes(settings, mode, tensors)
+        notes += export_notes(settings, is_folded=mode == "both" and tensors is not None)
     head = lora.value_head if tensors is None else {}
     if head:
         notes.append(f"the value head is in {VALUE_HEAD_FILE}, beside the adapter: {listed(head)}")
@@ -266,50 +266,6 @@ def _told_by_base(
     if wrong := wrong_ranks(ranks_of(targets), settings):
         raise ModelError(wrong)
     return targets
-
-
-def _notes(lora: Lora, settings: LoraSettings, alpha: float | None) -> list[str]:
-    notes = []
-    if settings.path is not None and settings.config is None and "use_rslora" not in settings.stated_in:
-        notes.append(
-            f"{settings.path.name} does not say whether rsLoRA was used, so the scale is alpha / r; an "
-            "adapter_config.json beside it would say"
-        )
-    if alpha is not None and settings.path is not None:
-        notes.append(f"alpha is {settings.alpha:g}, as asked, whatever {settings.path.name} states")
-    if len(lora.adapters) > 1:
-        notes.append(f"adapters left out: {', '.join(lora.adapters[1:])}")
-    return notes
-
-
-def _fold_notes(lora: Lora, settings: LoraSettings, done: Folded) -> list[str]:
-    ranks = " and ".join(f"{rank}" for rank in done.ranks)
-    kind = "DoRA" if any(module.magnitude is not None for module in lora.modules) else "LoRA"
-    root = ", scaled by alpha / sqrt(r)" if settings.use_rslora else ""
-    notes = [f"{kind} folded into {len(lora.modules)} layers (r {ranks}, alpha {settings.alpha:g}{root})"]
-    if done.trained:
-        notes.append(
-            f"trained copies (modules_to_save) written in the places of what they replace: {listed(done.trained)}"
-        )
-    notes += [
-        f"{name} was tied to {other}, of which only the other was trained; it is written as the base had it"
-        for name, other in done.filled.items()
-    ]
-    return notes
-
-
-def _export_notes(settings: LoraSettings, mode: LoraMode, tensors: Mapping[str, StoredTensor] | None) -> list[str]:
-    notes = []
-    if mode == "both" and tensors is not None:
-        notes.append(f"the adapter itself is in {FOLDER}/, for use on the base model: here it is folded in already")
-    else:
-        notes.append(f"the adapter is in {FOLDER}/")
-    if settings.changes_base:
-        notes.append(
-            f"training began with base weights that {settings.stated('init_lora_weights')} changed, so the adapter "
-            "fits only those of this checkpoint, which --lora base writes"
-        )
-    return notes
 
 
 def _dropped(source: Checkpoint, written: Iterable[Mapping[str, StoredTensor] | None]) -> tuple[str, ...]:

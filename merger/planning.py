@@ -6,7 +6,6 @@ output held against it. Reads headers, and of the data only what a plan hangs on
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from math import inf
@@ -20,17 +19,17 @@ from merger.comparing import differing_replicas, first_difference, same_records
 from merger.errors import CheckpointError, Faults, MergerError, ModelError, Problem
 from merger.huggingface.architecture import Architecture
 from merger.huggingface.critics import with_hint
-from merger.huggingface.expected import expected_architecture, generation_config_complaint, read_config
-from merger.huggingface.heads import has_value_head, value_model_config
+from merger.huggingface.expected import expected_architecture
+from merger.huggingface.heads import has_value_head
 from merger.huggingface.hub_names import Names
 from merger.huggingface.lora_export import CONFIG_NAME as ADAPTER_CONFIG
-from merger.huggingface.lora_export import FOLDER as ADAPTER_FOLDER
 from merger.huggingface.lora_export import WEIGHTS_NAME as ADAPTER_WEIGHTS
-from merger.huggingface.outputs import NO_OUTPUTS, Outputs, Unexpected, choose_outputs, main_dtype
-from merger.huggingface.side_files import SideFiles, config_bytes, output_config, plan_side_files
+from merger.huggingface.outputs import NO_OUTPUTS, Outputs, Unexpected, choose_outputs
+from merger.huggingface.side_files import SideFiles
 from merger.plan import NOTHING, VALUE_HEAD_FILE, OutputTensor, Plan, parse_size, plan_output, with_file
 from merger.reading import SourceReader
 from merger.sharding import DealOrder
+from merger.side_planning import plan_beside
 from merger.sources import read_reference
 from merger.tensors import StoredTensor, in_files
 
@@ -188,7 +187,7 @@ def plan_merge(
     if outputs.value_head:
         plan = with_file(plan, VALUE_HEAD_FILE, outputs.value_head)
     value_class = architecture.class_name if architecture is not None and _is_value_model(source, options) else None
-    side_files, replaced, notes = _plan_side_files(
+    side_files, replaced, notes = plan_beside(
         config_dir, target, outputs, value_class=value_class, has_lora=lora is not None
     )
     notes = (*source.notes, *(() if lora is None else lora.notes), *outputs.notes, *notes)
@@ -296,69 +295,3 @@ def _are_equal(reader: SourceReader, first: StoredTensor, other: StoredTensor) -
     if (first.shape, first.dtype) != (other.shape, other.dtype):
         return False
     return same_records(first, other) or first_difference(reader, first, other) is None
-
-
-def _plan_side_files(
-    config_dir: Path | None, target: Path, outputs: Outputs, *, value_class: str | None, has_lora: bool
-) -> tuple[SideFiles, dict[str, bytes], tuple[str, ...]]:
-    """What lies beside the weights, the new bytes of config.json, and what is to be said of it."""
-    if config_dir is None:
-        return SideFiles((), (), has_tokenizer=False, problems=()), {}, ()
-    side_files = plan_side_files(config_dir)
-    if has_lora:
-        # The adapter's settings are written where it is. Beside a model that has it in already they would mislead.
-        beside = [file for file in side_files.files if not _is_of_adapter(file.relative_path)]
-        side_files = replace(side_files, files=tuple(beside))
-    # An output inside the folder of the config, or what a killed run left of one, is not part of what is copied.
-    inside = {target.resolve(), *(target.resolve().parent / f".{target.name}.{end}" for end in ("merging", "replaced"))}
-    beside = [
-        file for file in side_files.files if inside.isdisjoint((config_dir / file.relative_path).absolute().parents)
-    ]
-    side_files = replace(side_files, files=tuple(beside))
-    problems = [
-        *side_files.problems,
-        *(
-            Problem(
-                "target-is-source",
-                str(config_dir / file.relative_path),
-                f"is a link into {target}, which is to be replaced; put the file itself there",
-            )
-            for file in beside
-            if file.source.is_relative_to(target.resolve())
-        ),
-    ]
-    if problems:
-        raise ModelError(problems)
-    notes = []
-    config = read_config(config_dir)
-    own = config if value_class is None else value_model_config(config, value_class)
-    changed = output_config(own, dtype=main_dtype(outputs.tensors), tied=False if outputs.ties_broken else None)
-    replaced = {"config.json": config_bytes((config_dir / "config.json").read_bytes(), changed)}
-    if changed != config:
-        keys = sorted(key for key in {*config, *changed} if config.get(key) != changed.get(key))
-        notes.append("config.json: " + ", ".join(f"{key} set to {_json(changed.get(key))}" for key in keys))
-    if "quantization_config" in config and not any(_is_quantised(tensor) for tensor in outputs.tensors):
-        notes.append(
-            "config.json has a quantization_config, but no tensor is of a quantised type: readers may take the weights "
-            "for what they are not; remove the entry if the model was not quantised"
-        )
-    if side_files.skipped:
-        notes.append(f"left beside config.json: {', '.join(side_files.skipped)}")
-    if not side_files.has_tokenizer:
-        notes.append("beside config.json is no tokenizer, so the output has none; copy it from the base model")
-    if (complaint := generation_config_complaint(config_dir)) is not None:
-        notes.append(f"generation_config.json was copied as it is, but transformers objects to it: {complaint}")
-    return side_files, replaced, tuple(notes)
-
-
-def _is_of_adapter(place: str) -> bool:
-    return place == "adapter_config.json" or place.startswith(f"{ADAPTER_FOLDER}/")
-
-
-def _is_quantised(tensor: OutputTensor) -> bool:
-    return tensor.dtype.itemsize == 1 and tensor.dtype.name != "bool"
-
-
-def _json(value: object) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 60 else "a new value"  # noqa: PLR2004 - fits a line

@@ -414,7 +414,7 @@ MUTANTS = (
     ),
     Mutant(
         "B A added to a square Conv1D without being turned (S23)",
-        "merger/huggingface/lora_fold.py",
+        "merger/huggingface/lora_targets.py",
         'return None if is_turned is None else "transposed" if is_turned else "linear"',
         'return None if is_turned is None else "linear"',
         "tests/unit/test_lora_fold.py",
@@ -472,7 +472,7 @@ MUTANTS = (
     ),
     Mutant(
         "a tie that came apart still told in config.json (S12)",
-        "merger/planning.py",
+        "merger/side_planning.py",
         "tied=False if outputs.ties_broken else None)",
         "tied=None)",
         "tests/unit/test_planning.py",

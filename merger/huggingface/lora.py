@@ -1,7 +1,8 @@
 """LoRA as peft keeps it in a state dict: which tensors are adapters, which trained copies, which the base.
 
-Pure: names and stored tensors in, the same in order out. What the adapters amount to is for `lora_fold.py` to say, and
-`lora_export.py` writes them as peft does. Source: peft/tuners/lora/layer.py and peft/utils/other.py (0.7 to 0.21).
+Pure: names and stored tensors in, the same in order out. What the adapters change is for `lora_targets.py` to say, what
+they amount to for `lora_fold.py`, and `lora_export.py` writes them as peft does. Source: peft/tuners/lora/layer.py and
+peft/utils/other.py (0.7 to 0.21).
 """
 
 from __future__ import annotations

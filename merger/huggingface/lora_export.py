@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from merger.huggingface.lora import BASE_LAYER, PREFIX, Lora, LoraModule, peft_name
-from merger.huggingface.lora_fold import Target
 from merger.huggingface.lora_settings import LoraSettings
+from merger.huggingface.lora_targets import Target
 from merger.tensors import StoredTensor
 
 FOLDER = "lora_adapter"

@@ -11,7 +11,7 @@ import torch
 import merger
 from merger.cli import main
 from merger.errors import MergerError
-from tests.unit.peft_models import saved, under_peft
+from tests.unit.peft_models import folded, merged, saved, under_peft
 
 NOWHERE = Path("/nowhere")
 
@@ -101,3 +101,18 @@ def test_an_inspection_says_what_a_merge_has_to_be_told(
     assert f"lora 1 layer, r 3, {told}; adapters alone, without base weights config none" in out
     words = out.rpartition("next: ")[2].replace("\\ ", "").split()
     assert words == ["merger", "merge", str(checkpoint), "OUT", *options]
+
+
+def test_an_alpha_that_is_asked_for_is_not_that_of_layers_with_their_own(tmp_path: Path) -> None:
+    """S23: as in peft, where alpha_pattern goes before lora_alpha."""
+    kinds: dict[str, Any] = {"target_modules": ["wide", "square"], "alpha_pattern": {"square": 5}}
+    checkpoint = saved(under_peft(**kinds), tmp_path / "checkpoint")
+    tensors = merged(checkpoint, tmp_path / "out", lora_alpha=24)
+    expected = folded(under_peft(lora_alpha=24, **kinds))
+    for name in ("wide.weight", "square.weight"):
+        torch.testing.assert_close(tensors[name], expected[name])
+    notes = merger.merge(checkpoint, tmp_path / "again", lora_alpha=24, weights_only=True).notes
+    assert (
+        "alpha is 24, as asked, whatever adapter_config.json states, but where its alpha_pattern states others for "
+        "single layers"
+    ) in notes

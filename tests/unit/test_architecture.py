@@ -23,7 +23,7 @@ LAYERS = (
     ("algebra", "checkpoint", "checks", "plan", "casting", "folding", "checksums", "publish", "single_file"),
     ("computing", "flags"),
     ("reading", "sources", "huggingface", "picture"),
-    ("writer", "comparing", "adapters"),
+    ("writer", "comparing", "adapters", "side_planning"),
     ("planning", "inspect"),
     ("report",),
     ("merge", "verify", "upload"),

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Literal, TypeAlias
 
 from merger.checkpoint import Checkpoint
-from merger.errors import Faults, MergerError, ModelError, Problem
+from merger.errors import Faults, MergerError, ModelError, Problem, listed
 from merger.huggingface.architecture import Architecture
 from merger.huggingface.expected import expected_architecture
 from merger.huggingface.in_memory import fitting
-from merger.huggingface.lora import Lora, adapter_names, find_lora, has_lora, holds_base, listed
+from merger.huggingface.lora import Lora, adapter_names, find_lora, has_lora, holds_base
 from merger.huggingface.lora_export import Adapter, export
 from merger.huggingface.lora_fold import fold
 from merger.huggingface.lora_notes import export_notes, fold_notes, settings_notes
@@ -176,7 +176,7 @@ def plan_lora(
         notes += export_notes(settings, is_folded=mode == "both" and tensors is not None)
     head = lora.value_head if tensors is None else {}
     if head:
-        notes.append(f"the value head is in {VALUE_HEAD_FILE}, beside the adapter: {listed(head)}")
+        notes.append(f"the value head is in {VALUE_HEAD_FILE}, beside the adapter: {listed(sorted(head))}")
     return LoraPlan(
         tensors,
         head,

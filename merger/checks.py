@@ -14,7 +14,7 @@ from math import prod
 from typing import Literal
 
 from merger.dtypes import DType
-from merger.errors import Problem
+from merger.errors import Problem, listed
 from merger.sharding import Cut, Mesh, Placement
 from merger.tensors import (
     Chunk,
@@ -151,14 +151,13 @@ def check_cover(tensor: StoredTensor) -> list[Problem]:
     if sum(prod(chunk.sizes) for chunk in chunks) == prod(tensor.shape):
         return []
     hole = _first_hole(tensor.shape, chunks)
-    around = ", ".join(_held_by(chunk) for chunk in chunks[:MAX_LISTED])
-    more = f" and {len(chunks) - MAX_LISTED} more" if len(chunks) > MAX_LISTED else ""
+    around = listed(map(_held_by, chunks), MAX_LISTED)
     return [
         Problem(
             "hole",
             tensor.fqn,
             f"no rank holds {range_text(*hole)} of shape {shape_text(tensor.shape)}; "
-            f"what is held: {around or 'nothing'}{more}",
+            f"what is held: {around or 'nothing'}",
         )
     ]
 
@@ -246,9 +245,7 @@ def range_text(offsets: Sequence[int], sizes: Sequence[int]) -> str:
 
 def ranges_text(rectangles: Sequence[tuple[Sequence[int], Sequence[int]]]) -> str:
     """Rectangles for people, each as a slice; long lists are cut short."""
-    listed = ", ".join(range_text(*rectangle) for rectangle in rectangles[:MAX_LISTED])
-    more = f" and {len(rectangles) - MAX_LISTED} more" if len(rectangles) > MAX_LISTED else ""
-    return f"{listed}{more}"
+    return listed((range_text(*rectangle) for rectangle in rectangles), MAX_LISTED)
 
 
 def placements_text(placements: Sequence[Placement]) -> str:

@@ -7,7 +7,7 @@ Every error that a user can cause derives from `MergerError`; `assert` is for mi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -93,6 +93,17 @@ class Faults:
         kinds = {type(error) for error in self._errors}
         kind = kinds.pop() if len(kinds) == 1 else MergerError
         raise kind([problem for error in self._errors for problem in error.problems])
+
+
+def listed(items: Iterable[object], most: int = 5) -> str:
+    """Names and the like for people: the first few, and how many more there are.
+
+    >>> listed("abc", most=2)
+    'a, b and 1 more'
+    """
+    found = [str(item) for item in items]
+    more = f" and {len(found) - most} more" if len(found) > most else ""
+    return ", ".join(found[:most]) + more
 
 
 def refused_target(kind: str, target: Path, message: str) -> TargetError:

@@ -16,15 +16,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from merger.errors import refused_target, unwritable_target
+from merger.errors import listed, refused_target, unwritable_target
 from merger.places import content, place_of, publish, recover
 
 # File systems that have no locks (some network ones) say one of these; then there is no protection to be had.
 _NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS}
 # What a full, limited or read-only file system says while files are being written.
 _UNWRITABLE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
-# Names of a directory's content that a message shows: enough to recognise it by.
-_MAX_LISTED = 5
 # What makes a directory one that a merge wrote, where it has no weights of its own.
 _OF_A_MODEL = ("config.json", "lora_adapter")
 # Folders in which trainers save a step.
@@ -56,20 +54,19 @@ def _check_target(target: Path, *, overwrite: bool, sources: tuple[Path, ...]) -
     names = content(place)
     if not names:
         return
-    more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
-    listed = ", ".join(names[:_MAX_LISTED]) + more
     if place.is_mount:
         raise refused_target(
             "target-is-mount",
             target,
-            f"is a mount point that is not empty (it holds {listed}), and no finished directory can take its place; "
-            "choose a directory inside it, or empty it",
+            f"is a mount point that is not empty (it holds {listed(names)}), and no finished directory can take its "
+            "place; choose a directory inside it, or empty it",
         )
     if not overwrite:
         raise refused_target(
             "target-not-empty",
             target,
-            f"is not empty (it holds {listed}); choose another directory, or replace the whole of it with --overwrite",
+            f"is not empty (it holds {listed(names)}); choose another directory, or replace the whole of it with "
+            "--overwrite",
         )
     if (kept := _training_state(target)) is not None:
         raise refused_target(
@@ -81,7 +78,7 @@ def _check_target(target: Path, *, overwrite: bool, sources: tuple[Path, ...]) -
         raise refused_target(
             "target-not-a-model",
             target,
-            f"holds no model that could be replaced (it holds {listed}); choose another directory",
+            f"holds no model that could be replaced (it holds {listed(names)}); choose another directory",
         )
 
 

@@ -18,7 +18,7 @@ from typing import Any, get_args
 
 from merger.adapters import LoraMode, writes_model
 from merger.checkpoint import Checkpoint
-from merger.errors import Faults, MergerError, Problem, TargetError
+from merger.errors import Faults, MergerError, Problem, TargetError, listed
 from merger.flags import ELSEWHERE, flags_of
 from merger.huggingface.expected import read_config
 from merger.huggingface.hub_names import Names
@@ -36,7 +36,6 @@ from merger.sources import read_checkpoint, read_reference
 from merger.verify import VerifyReport
 
 # Files that a note lists.
-_MAX_LISTED = 5
 
 
 def verify_merge(
@@ -323,7 +322,7 @@ def _source_notes(stated: dict[str, Any], source: Checkpoint, base: Checkpoint |
     others = sorted(name for name in {*here, *there} if here.get(name) != there.get(name))
     if not others:
         return []
-    return [f"{REPORT_NAME} tells of other files than lie here: {_listed(others)}"]
+    return [f"{REPORT_NAME} tells of other files than lie here: {listed(others)}"]
 
 
 def _side_file_notes(planned: PlannedMerge, output: Path) -> list[str]:
@@ -341,9 +340,4 @@ def _side_file_notes(planned: PlannedMerge, output: Path) -> list[str]:
             others.append(f"{file.relative_path} (missing)")
         elif path.read_bytes() != (file.source.read_bytes() if expected is None else expected):
             others.append(file.relative_path)
-    return [f"not as the merge wrote them: {_listed(others)}"] if others else []
-
-
-def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
-    return ", ".join(names[:_MAX_LISTED]) + more
+    return [f"not as the merge wrote them: {listed(others)}"] if others else []

@@ -14,10 +14,9 @@ from pathlib import Path
 from merger import algebra
 from merger.checks import shape_text
 from merger.dtypes import BY_NAME
-from merger.errors import ModelError, Problem
+from merger.errors import ModelError, Problem, listed
 from merger.huggingface.architecture import Architecture, HubLayout
 from merger.huggingface.hub_names import saved_architecture
-from merger.huggingface.lora import listed
 from merger.huggingface.movements import Movement, moved, sources
 from merger.tensors import Chunk, Record, SourceFile, StoredTensor, row_major_strides
 
@@ -89,7 +88,7 @@ def _not_there(
             source,
             f"is made of {sum(source in sources(movement) for movement in layout.tied.values())} tensors of the base "
             f"model, of which {len(names)} are not there or not of the shape that config.json asks for: "
-            f"{listed(names)}. Name the whole base model by --base DIR.",
+            f"{listed(sorted(names))}. Name the whole base model by --base DIR.",
         )
         for source, names in absent.items()
     ]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from merger.errors import ModelError, Problem
+from merger.errors import ModelError, Problem, listed
 from merger.huggingface.expected import model_class, quiet
 
 if TYPE_CHECKING:
@@ -22,7 +22,6 @@ NUM_TOKENS = 16
 # The tokens are drawn, since a tokenizer may be missing; the same ones every time.
 SEED = 0
 # Names that a message lists.
-_MAX_LISTED = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,10 +104,9 @@ def _loaded(folder: Path) -> Any:  # noqa: ANN401 - untyped upstream
         raise ModelError(Problem("unloadable", str(folder), f"transformers cannot load it ({reason})")) from error
     absent = sorted(map(str, (*told["missing_keys"], *told["mismatched_keys"])))
     if absent:
-        more = f" and {len(absent) - _MAX_LISTED} more" if len(absent) > _MAX_LISTED else ""
         message = (
             f"lacks weights of {cls.__name__}, which transformers would draw at random: "
-            f"{', '.join(absent[:_MAX_LISTED])}{more}; there are no logits to compare"
+            f"{listed(absent)}; there are no logits to compare"
         )
         raise ModelError(Problem("missing-tensors", str(folder), message))
     return model

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
-from merger.errors import ModelError, Problem
+from merger.errors import ModelError, Problem, listed
 from merger.huggingface.heads import heads_beside
 from merger.huggingface.names import check_distinct, strip_wrappers, without_wrapper_parts
 from merger.tensors import StoredTensor
@@ -28,7 +28,6 @@ PREFIX = "base_model.model."
 # The adapter of a file that peft wrote itself: it leaves the name out.
 UNNAMED = "default"
 # How many names one message lists.
-_MAX_LISTED = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,13 +213,6 @@ def peft_name(saved: str, name: str) -> str:
         elif rest and part == rest[-1]:
             kept.append(rest.pop())
     return ".".join(reversed(kept))
-
-
-def listed(names: Iterable[str]) -> str:
-    """Names for people: the first few, and how many more there are."""
-    found = sorted(names)
-    more = f" and {len(found) - _MAX_LISTED} more" if len(found) > _MAX_LISTED else ""
-    return ", ".join(found[:_MAX_LISTED]) + more
 
 
 def _adapters(parsed: Iterable[_Parsed]) -> tuple[str, ...]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from merger.huggingface.lora import Lora, listed
+from merger.errors import listed
+from merger.huggingface.lora import Lora
 from merger.huggingface.lora_export import FOLDER
 from merger.huggingface.lora_fold import Folded
 from merger.huggingface.lora_settings import LoraSettings

@@ -9,7 +9,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import combinations
 
-from merger.errors import CheckpointError, Problem
+from merger.errors import CheckpointError, Problem, listed
 from merger.huggingface.architecture import Architecture
 
 # Components that FSDP1, torch.compile and activation checkpointing put into names. No module is called so otherwise.
@@ -118,18 +118,17 @@ def compare_with(architecture: Architecture, shapes: Mapping[str, tuple[int, ...
     problems = []
     if missing:
         message = (
-            f"{_count(missing)} missing that {name} has: {_listed(missing)}. If config.json is not that "
+            f"{_count(missing)} missing that {name} has: {listed(missing, _MAX_LISTED)}. If config.json is not that "
             "of the model that was trained, name the right one by --config DIR."
         )
         problems.append(Problem("missing-tensors", "", message))
     if extra:
-        problems.append(
-            Problem("unexpected-tensors", "", f"{_count(extra)} not of {name}: {_listed(extra)}. {_advice_on(extra)}")
-        )
+        message = f"{_count(extra)} not of {name}: {listed(extra, _MAX_LISTED)}. {_advice_on(extra)}"
+        problems.append(Problem("unexpected-tensors", "", message))
     if wrong:
         message = (
-            f"{_count(wrong)} not of the shape that {name} has by config.json: {_listed(wrong)}. If config.json is not "
-            "that of the model that was trained, name the right one by --config DIR."
+            f"{_count(wrong)} not of the shape that {name} has by config.json: {listed(wrong, _MAX_LISTED)}. If "
+            "config.json is not that of the model that was trained, name the right one by --config DIR."
         )
         problems.append(Problem("wrong-shapes", "", message))
     return problems
@@ -204,11 +203,6 @@ def _advice_on(extra: list[str]) -> str:
 
 def _count(items: list[str]) -> str:
     return "1 tensor is" if len(items) == 1 else f"{len(items)} tensors are"
-
-
-def _listed(items: list[str]) -> str:
-    more = len(items) - _MAX_LISTED
-    return ", ".join(items[:_MAX_LISTED]) + (f" and {more} more" if more > 0 else "")
 
 
 def _shape(shape: tuple[int, ...]) -> str:

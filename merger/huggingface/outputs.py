@@ -13,7 +13,7 @@ from math import prod
 from typing import Literal, TypeAlias
 
 from merger.dtypes import BY_NAME, DType
-from merger.errors import ModelError, Problem
+from merger.errors import ModelError, Problem, listed
 from merger.huggingface.architecture import Architecture
 from merger.huggingface.heads import value_head_names
 from merger.huggingface.hub_names import Names, check_known, on_hub, renamed_on_hub, saved_architecture
@@ -98,10 +98,10 @@ def choose_outputs(
     )
     if head and architecture is not None:
         place = f"{architecture.class_name} has no place for it, and from_pretrained does not read it"
-        notes.append(f"the value head is in {VALUE_HEAD_FILE}, as {place}: {_listed([*head])}")
+        notes.append(f"the value head is in {VALUE_HEAD_FILE}, as {place}: {listed(head)}")
     kept_here = sorted(name for name in kept if name in chosen.tensors)
     if kept_here:
-        notes.append(f"kept as saved, as the architecture asks: {_listed(kept_here)}")
+        notes.append(f"kept as saved, as the architecture asks: {listed(kept_here)}")
     casts = Counter(
         f"{tensor.source.dtype} -> {tensor.dtype}"
         for tensor in (*tensors, *value_head)
@@ -159,7 +159,7 @@ def _weights_alone(by_name: Mapping[str, StoredTensor], naming: Names) -> _Chose
         notes.append("names and shapes are as saved: those of the hub need a config")
     pairs = [name for name, tensor in by_name.items() if tensor.dtype.name == "complex128"]
     if pairs:
-        notes.append(f"complex128 written as pairs of float64 (see torch.view_as_complex): {_listed(pairs)}")
+        notes.append(f"complex128 written as pairs of float64 (see torch.view_as_complex): {listed(pairs)}")
     tensors = {name: as_real_pairs(tensor) if name in pairs else tensor for name, tensor in by_name.items()}
     return _Chosen(tensors, by_name.keys(), tuple(notes), pairs=tuple(pairs))
 
@@ -238,10 +238,10 @@ def _left_out(
     if unexpected == "keep":
         extra, ignored = [*extra, *ignored], []
     if ignored:
-        notes.append(f"left out, as {architecture.class_name} does not read them: {_listed(ignored)}")
+        notes.append(f"left out, as {architecture.class_name} does not read them: {listed(ignored)}")
     if extra and unexpected != "error":
         done = "kept" if unexpected == "keep" else "dropped"
-        notes.append(f"not of {architecture.class_name}, {done} as asked: {_listed(extra)}")
+        notes.append(f"not of {architecture.class_name}, {done} as asked: {listed(extra)}")
     return dict.fromkeys([*ignored, *extra] if unexpected == "drop" else ignored), notes
 
 
@@ -287,9 +287,3 @@ def _natural(name: str) -> tuple[tuple[int, str, str], ...]:
         (len(digits := part.lstrip("0")), digits, part) if index % 2 else (0, "", part)
         for index, part in enumerate(parts)
     )
-
-
-def _listed(names: list[str]) -> str:
-    shown = 5
-    more = f" and {len(names) - shown} more" if len(names) > shown else ""
-    return ", ".join(names[:shown]) + more

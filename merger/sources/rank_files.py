@@ -24,7 +24,7 @@ from merger.checks import (
     ranks_text,
     replica_pairs,
 )
-from merger.errors import Problem
+from merger.errors import Problem, listed
 from merger.sharding import (
     Cut,
     DealOrder,
@@ -127,15 +127,14 @@ def _check_flat_parameters(folder: Path, files: Sequence[RankPart]) -> list[Prob
     )
     if not names:
         return []
-    listed = ", ".join(list(names)[:MAX_LISTED])
-    more = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
     return [
         Problem(
             "flat-parameters",
             str(folder),
-            f"holds flat parameters of FSDP1 ({listed}{more}): under LOCAL_STATE_DICT every rank saves its slice of "
-            "many parameters joined into one, and the files do not say where each of them lies; save again under "
-            "FullyShardedDataParallel.state_dict_type(model, StateDictType.SHARDED_STATE_DICT), or FULL_STATE_DICT",
+            f"holds flat parameters of FSDP1 ({listed(names, MAX_LISTED)}): under LOCAL_STATE_DICT every rank saves "
+            "its slice of many parameters joined into one, and the files do not say where each of them lies; save "
+            "again under FullyShardedDataParallel.state_dict_type(model, StateDictType.SHARDED_STATE_DICT), or "
+            "FULL_STATE_DICT",
         )
     ]
 
@@ -238,7 +237,6 @@ def _notes(files: Sequence[RankPart], others: dict[str, str]) -> tuple[str, ...]
             ranks = ranks_text(rank for rank in unchecked if rank is not None)
             notes.append(f"{ranks}: saved {how}, so damage to the files cannot be noticed")
     if others:
-        listed = ", ".join(f"{fqn} ({kind})" for fqn, kind in list(others.items())[:5])
-        more = f" and {len(others) - 5} more" if len(others) > 5 else ""  # noqa: PLR2004 - as many as are listed
-        notes.append(f"entries that are no weights, left out: {listed}{more}")
+        left_out = listed(f"{fqn} ({kind})" for fqn, kind in others.items())
+        notes.append(f"entries that are no weights, left out: {left_out}")
     return tuple(notes)

@@ -11,7 +11,7 @@ from typing import TypeGuard
 
 from merger.checkpoint import Checkpoint
 from merger.dtypes import BY_SAFETENSORS
-from merger.errors import ArchiveError, NotACheckpointError, Problem
+from merger.errors import ArchiveError, NotACheckpointError, Problem, listed
 from merger.plan import VALUE_HEAD_FILE
 from merger.tensors import Chunk, Record, SourceFile, StoredTensor, row_major_strides
 
@@ -22,7 +22,6 @@ _MAX_HEADER_BYTES = 100_000_000
 _LENGTH_BYTES = 8
 _INDEX_NAME = "model.safetensors.index.json"
 # Names that a message lists, so that it stays readable.
-_MAX_LISTED = 5
 
 
 def read_model_directory(folder: Path) -> Checkpoint:
@@ -54,9 +53,8 @@ def read_model_directory(folder: Path) -> Checkpoint:
     if problems:
         raise ArchiveError(problems)
     if absent := sorted(fqn for fqn in weight_map if fqn not in tensors):
-        listed = ", ".join(absent[:_MAX_LISTED]) + (", ..." if len(absent) > _MAX_LISTED else "")
         raise NotACheckpointError(
-            Problem("broken-index", _INDEX_NAME, f"names tensors that no file holds ({len(absent)}): {listed}")
+            Problem("broken-index", _INDEX_NAME, f"names tensors that no file holds ({len(absent)}): {listed(absent)}")
         )
     return Checkpoint(
         path=folder,
@@ -97,9 +95,8 @@ def _weight_files(folder: Path, weight_map: Mapping[str, str]) -> list[Path]:
     present = {path.name for path in folder.iterdir() if path.is_file()}
     names = sorted(set(weight_map.values()))
     if missing := [name for name in names if name not in present]:
-        listed = ", ".join(missing[:_MAX_LISTED]) + (", ..." if len(missing) > _MAX_LISTED else "")
         raise NotACheckpointError(
-            Problem("broken-index", _INDEX_NAME, f"names files that are not there ({len(missing)}): {listed}")
+            Problem("broken-index", _INDEX_NAME, f"names files that are not there ({len(missing)}): {listed(missing)}")
         )
     return [folder / name for name in names]
 

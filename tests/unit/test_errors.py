@@ -20,6 +20,7 @@ from merger.errors import (
     Problem,
     TargetError,
     UnsafePickleError,
+    listed,
 )
 
 KINDS = (ArchiveError, CheckpointError, ChecksumError, MergerError, ModelError, NotACheckpointError, TargetError)
@@ -125,3 +126,10 @@ class TestFaults:
     def test_other_errors_pass(self) -> None:
         with pytest.raises(KeyError), Faults():
             raise KeyError("a")
+
+
+def test_lists_are_short() -> None:
+    assert listed("fabcdeg") == "f, a, b, c, d and 2 more"
+    assert listed(range(3), most=2) == "0, 1 and 1 more"
+    assert listed(["b", "a"], most=2) == "b, a"
+    assert listed([]) == ""

@@ -8,7 +8,7 @@ import pytest
 
 from merger.dtypes import BY_NAME
 from merger.errors import MergerError, ModelError
-from merger.huggingface.lora import Lora, find_lora, has_lora, holds_base, listed, peft_name
+from merger.huggingface.lora import Lora, find_lora, has_lora, holds_base, peft_name
 from merger.tensors import StoredTensor
 
 Q, P = "layers.0.q_proj", "base_model.model"
@@ -164,8 +164,3 @@ def test_the_name_that_peft_uses_has_each_base_layer() -> None:
         "mlp.experts.base_layer.base_layer"
     )
     assert peft_name(f"{P}.{Q}.base_layer.bias", f"{Q}.bias") == f"{Q}.base_layer.bias"
-
-
-def test_lists_are_short() -> None:
-    assert listed("fabcdeg") == "a, b, c, d, e and 2 more"
-    assert listed("ba") == "a, b"

@@ -223,7 +223,7 @@ def test_an_index_that_names_many_missing_files_lists_a_few(tmp_path: Path) -> N
     write_index(tmp_path, {str(number): f"{number}.safetensors" for number in range(7)})
     assert str(error_of(tmp_path)) == (
         "model.safetensors.index.json: names files that are not there (7): "
-        "0.safetensors, 1.safetensors, 2.safetensors, 3.safetensors, 4.safetensors, ..."
+        "0.safetensors, 1.safetensors, 2.safetensors, 3.safetensors, 4.safetensors and 2 more"
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import signal
@@ -108,6 +109,18 @@ def kill_on_rank_0(rank: int, _world_size: int) -> None:
 def hang_on_rank_1(rank: int, _world_size: int) -> None:
     if rank == 1:
         time.sleep(600)
+
+
+def hang_at_the_end_on_rank_1(rank: int, _world_size: int) -> int:
+    if rank == 1:
+        setattr(dist, "destroy_process_group", functools.partial(time.sleep, 600))  # noqa: B010 - it is not of that type
+    return rank
+
+
+def exit_at_the_end_on_rank_1(rank: int, _world_size: int) -> int:
+    if rank == 1:
+        setattr(dist, "destroy_process_group", functools.partial(os._exit, 3))  # noqa: B010 - it is not of that type
+    return rank
 
 
 def unpicklable(_rank: int, _world_size: int) -> Callable[[], None]:
@@ -254,6 +267,22 @@ def test_a_hang_ends_within_the_limit_with_the_stacks_of_the_rank(small_pool: Ra
     assert (report.rank, report.state) == (1, "hung")
     assert report.detail.startswith("ran for 15 s; its stacks:\n")
     assert "in hang_on_rank_1" in report.detail
+    assert_gone_and_replaced(small_pool, pids)
+
+
+def test_ranks_that_hang_after_a_job_are_replaced_and_what_it_returned_counts(
+    small_pool: RankPool, pids: tuple[int, ...]
+) -> None:
+    assert small_pool.run(2, hang_at_the_end_on_rank_1) == [0, 1]
+    assert_gone_and_replaced(small_pool, pids)
+
+
+def test_a_rank_that_dies_after_a_job_is_reported(small_pool: RankPool, pids: tuple[int, ...]) -> None:
+    with pytest.raises(RankFailure) as caught:
+        small_pool.run(2, exit_at_the_end_on_rank_1)
+    assert str(caught.value) == (
+        f"1 of 2 ranks failed in the end of {__name__}.exit_at_the_end_on_rank_1\nrank 1 died: exit code 3"
+    )
     assert_gone_and_replaced(small_pool, pids)
 
 

@@ -214,10 +214,16 @@ def test_the_class_of_a_head_is_that_of_architectures(tmp_path: Path) -> None:
 
 
 def test_the_callers_default_dtype_and_the_verbosity_of_transformers_are_left_as_they_were(tmp_path: Path) -> None:
+    logging = transformers.utils.logging
     write_config(tmp_path, architectures=["LlamaForCausalLM"], model_type="llama", **SMALL)
-    expected_architecture(tmp_path)
-    assert torch.get_default_dtype() == torch.float32
-    assert transformers.utils.logging.get_verbosity() == transformers.utils.logging.ERROR
+    before = logging.get_verbosity()
+    logging.set_verbosity_info()
+    try:
+        expected_architecture(tmp_path)
+        assert torch.get_default_dtype() == torch.float32
+        assert logging.get_verbosity() == logging.INFO
+    finally:
+        logging.set_verbosity(before)
 
 
 def test_warnings_of_libraries_are_kept_off_the_terminal() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from typing import Literal
 
 from merger.errors import ModelError, Problem, listed
 from merger.huggingface.heads import heads_beside
@@ -19,7 +19,6 @@ from merger.tensors import StoredTensor
 # What peft wraps a layer in, as components of names.
 BASE_LAYER, _TRAINED, _ORIGINAL = "base_layer", "modules_to_save", "original_module"
 # A wrapper's own tensors: two factors, those of an embedding, and what DoRA scales rows by.
-Factor: TypeAlias = Literal["lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector"]
 _FACTORS = frozenset({"lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector"})
 # What else peft may put there, and this program cannot use.
 _FOREIGN = frozenset({"token_adapter", "ranknum", "lora_E", "lora_diag", "lora_monteclora_sampler"})
@@ -27,7 +26,6 @@ _FOREIGN = frozenset({"token_adapter", "ranknum", "lora_E", "lora_diag", "lora_m
 PREFIX = "base_model.model."
 # The adapter of a file that peft wrote itself: it leaves the name out.
 UNNAMED = "default"
-# How many names one message lists.
 
 
 @dataclass(frozen=True, slots=True)

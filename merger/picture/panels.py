@@ -6,7 +6,7 @@ Pure: from a `Checkpoint` to frozen data. Tensors that differ only in the number
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -110,11 +110,6 @@ def picture_of(source: Checkpoint, *, tensors: str | None = None) -> Picture:
         num_left_out=len(wanted) - sum(panel.num_tensors for panel in drawn),
         problems=tuple(map(str, limit_problems(general))),
     )
-
-
-def owners_text(kind: str, owners: Iterable[int]) -> str:
-    """Owners for people: "ranks 0 and 2", "file 1"."""
-    return kind + ranks_text(owners).removeprefix("rank")
 
 
 def _facts(source: Checkpoint, num_tensors: int, *, has_ranks: bool) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ of replicas whose recorded checksums do not settle it, is returned as pairs to b
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from math import prod
@@ -65,8 +65,13 @@ class ReplicaPair:
     verdict: Literal["differ", "unknown"]
 
 
-def check_census(fqn: str, held: Sequence[Held], world_size: int) -> list[Problem]:
-    """Whether every rank that should have a tensor has it: all for a plain one, else those of its meshes or cuts."""
+def check_census(
+    fqn: str, held: Sequence[Held], world_size: int, stages: Collection[Collection[int]] = ()
+) -> list[Problem]:
+    """Whether every rank that should have a tensor has it: those of its meshes or cuts; of a plain one all ranks.
+
+    Where ranks are `stages` of a pipeline, a plain tensor is on all ranks of each stage that has it.
+    """
     holders = {entry.rank for entry in held}
     kind = held[0].kind
     expected: set[int] = set()
@@ -77,7 +82,8 @@ def check_census(fqn: str, held: Sequence[Held], world_size: int) -> list[Proble
         elif entry.cut is not None:
             expected |= {rank for rank in entry.cut.ranks if rank is not None}
         else:
-            expected |= set(range(world_size))
+            everyone = stages or [range(world_size)]
+            expected.update(*(stage for stage in everyone if not holders.isdisjoint(stage)))
     foreign = sorted(rank for rank in expected if rank >= world_size)
     if foreign:
         return [
@@ -91,7 +97,8 @@ def check_census(fqn: str, held: Sequence[Held], world_size: int) -> list[Proble
     missing = sorted(expected - holders)
     if not missing:
         return []
-    reason = f"its {_NAMED_BY[kind]} names them all" if kind in _NAMED_BY else "all ranks save a plain tensor"
+    savers = "all ranks of a pipeline stage" if len(stages) > 1 else "all ranks"
+    reason = f"its {_NAMED_BY[kind]} names them all" if kind in _NAMED_BY else f"{savers} save a plain tensor"
     return [
         Problem(
             "missing-key",
@@ -274,6 +281,14 @@ def _held_by(chunk: Chunk) -> str:
     else:
         owner = chunk.file.path.name if chunk.file.rank is None else f"rank {chunk.file.rank}"
     return f"{range_text(chunk.offsets, chunk.sizes)} of {owner}"
+
+
+def whole_on_text(ranks: Collection[int], world_size: int) -> str:
+    """Where a tensor that is not sharded lies, for people: "on every rank", "on ranks 2 and 3".
+
+    One without elements lies nowhere, and is told like most.
+    """
+    return f"on {ranks_text(ranks)}" if 0 < len(set(ranks)) < world_size else "on every rank"
 
 
 def rank_of(chunk: Chunk) -> int:

@@ -10,13 +10,12 @@ from pathlib import Path
 
 from merger.adapters import LoraSummary, summarise
 from merger.checkpoint import Checkpoint
+from merger.checks import whole_on_text
 from merger.errors import MergerError, Problem
 from merger.sharding import DealOrder, Mesh
 from merger.single_file import check_file, write_file
 from merger.sources import read_any
-from merger.tensors import num_bytes
-
-REPLICATED = "on every rank"
+from merger.tensors import SourceFile, StoredTensor, num_bytes
 
 # The kinds of file that a picture can be.
 _PICTURE_SUFFIXES = (".svg", ".html")
@@ -41,7 +40,7 @@ class MeshSummary:
 class TensorSummary:
     """One tensor by its saved name.
 
-    `placements` is that of its DTensor, or says that it is a ShardedTensor, or plain and on every rank.
+    `placements` is that of its DTensor, or says that it is a ShardedTensor, or on which ranks it is whole.
     """
 
     name: str
@@ -56,7 +55,7 @@ class InspectReport:
     """What was found.
 
     `num_elements` and `num_bytes` are those of the merged tensors; `dtypes` and `placements` count tensors.
-    `num_replicated` are the plain tensors, on every rank: buffers, and parameters that were not sharded. `tensors`
+    `num_replicated` are the plain tensors, whole on each rank: buffers, and parameters not sharded. `tensors`
     holds those whose names match what was asked for. `left_out` maps saved entries that are no weights to what they
     are. `lora` is None where there are no adapters. `picture` is the file that was drawn, None where none was.
     """
@@ -118,7 +117,7 @@ def inspect(
         text = picture_text(source, as_html=target.suffix.lower() == ".html", tensors=tensors)
         write_file(target, text.encode(), overwrite=overwrite)
     stored = source.tensors.values()
-    placements = {fqn: str(layout) for fqn, layout in source.layouts.items()}
+    placements = {fqn: _placement(source, tensor) for fqn, tensor in source.tensors.items()}
     return InspectReport(
         checkpoint=source.path,
         format=source.format,
@@ -132,9 +131,9 @@ def inspect(
         num_elements=sum(num_bytes(tensor) // tensor.dtype.itemsize for tensor in stored),
         num_bytes=sum(num_bytes(tensor) for tensor in stored),
         dtypes=dict(Counter(tensor.dtype.name for tensor in stored).most_common()),
-        placements=dict(Counter(placements.get(fqn, REPLICATED) for fqn in source.tensors).most_common()),
+        placements=dict(Counter(placements.values()).most_common()),
         tensors=tuple(
-            TensorSummary(fqn, tensor.dtype.name, tensor.shape, placements.get(fqn, REPLICATED), len(tensor.chunks))
+            TensorSummary(fqn, tensor.dtype.name, tensor.shape, placements[fqn], len(tensor.chunks))
             for fqn, tensor in source.tensors.items()
             if tensors is not None and fnmatchcase(fqn, tensors)
         ),
@@ -144,6 +143,14 @@ def inspect(
         picture=target,
         lora=summarise(source),
     )
+
+
+def _placement(source: Checkpoint, tensor: StoredTensor) -> str:
+    if (layout := source.layouts.get(tensor.fqn)) is not None:
+        return str(layout)
+    files = [chunk.file for chunk in tensor.chunks]
+    ranks = {file.rank for file in files if isinstance(file, SourceFile) and file.rank is not None}
+    return whole_on_text(ranks, source.world_size)
 
 
 def _check_picture(target: Path, *, overwrite: bool) -> None:

@@ -114,16 +114,30 @@ MUTANTS = (
     Mutant(
         "the census skipped (S9)",
         "merger/sources/rank_files.py",
-        "check_agreement(fqn, held) or check_census(fqn, held, world_size)",
+        "check_agreement(fqn, held) or check_census(fqn, held, world_size, stages)",
         "check_agreement(fqn, held)",
         "tests/multirank/test_faults.py",
     ),
     Mutant(
         "the agreement skipped",
         "merger/sources/rank_files.py",
-        "check_agreement(fqn, held) or check_census(fqn, held, world_size)",
-        "check_census(fqn, held, world_size)",
+        "check_agreement(fqn, held) or check_census(fqn, held, world_size, stages)",
+        "check_census(fqn, held, world_size, stages)",
         "tests/multirank/test_faults.py",
+    ),
+    Mutant(
+        "ranks that copy one another taken for stages of a pipeline (S9)",
+        "merger/sources/stages.py",
+        "        touched = [stage for stage in stages if not ranks.isdisjoint(stage)]\n",
+        "        touched = []\n",
+        "tests/unit/test_stages.py",
+    ),
+    Mutant(
+        "a plain tensor expected on all ranks of a pipeline (S9)",
+        "merger/sources/rank_files.py",
+        "check_census(fqn, held, world_size, stages)",
+        "check_census(fqn, held, world_size)",
+        "tests/multirank/test_parallel.py",
     ),
     Mutant(
         "replicas never compared (S5)",

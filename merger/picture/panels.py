@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from merger.checkpoint import Checkpoint
-from merger.checks import limit_problems, range_text, ranks_text
+from merger.checks import limit_problems, range_text, ranks_text, whole_on_text
 from merger.picture.looks import Look, by_tensor, everything_in, looks_of, lost_ranks
 from merger.picture.names import Pattern, joint_name, pattern_of
 from merger.picture.regions import BROKEN, Division, coarsen, dims_drawn, divide
@@ -95,7 +95,8 @@ def picture_of(source: Checkpoint, *, tensors: str | None = None) -> Picture:
     if not source.problems:
         # Nothing is broken, and so nothing comes before what was saved first.
         groups = groups[:MAX_PANELS]
-    panels = [_panel(pattern, numbers, look, "rank" if has_ranks else "file") for pattern, numbers, look in groups]
+    num_ranks = source.world_size if has_ranks else 0
+    panels = [_panel(pattern, numbers, look, num_ranks) for pattern, numbers, look in groups]
     drawn = tuple(sorted(panels, key=lambda panel: not panel.is_broken)[:MAX_PANELS])
     return Picture(
         title="/".join(source.path.absolute().parts[1:][-2:]),
@@ -131,7 +132,8 @@ def _groups(looks: Mapping[str, Look]) -> list[tuple[Pattern, list[tuple[int, ..
     return [(pattern, numbers, look) for (pattern, look), numbers in groups.items()]
 
 
-def _panel(pattern: Pattern, numbers: Sequence[tuple[int, ...]], look: Look, owner_kind: str) -> Panel:
+def _panel(pattern: Pattern, numbers: Sequence[tuple[int, ...]], look: Look, num_ranks: int) -> Panel:
+    """`num_ranks` is 0 where tensors lie in files of no rank."""
     exact = divide(
         look.shape,
         look.pieces,
@@ -157,12 +159,13 @@ def _panel(pattern: Pattern, numbers: Sequence[tuple[int, ...]], look: Look, own
             notes.append(f"{ranks_text(without)} should hold a replica too")
     if look.empty_owners:
         notes.append(f"{ranks_text(look.empty_owners)}: an empty piece")
+    holders = {*(owner for owner, _ in look.pieces), *(one.rank for one in look.owed)}
     return Panel(
         name=name,
         num_tensors=len(numbers),
         dtype=look.dtype,
         shape=look.shape,
-        placements=look.placements or ("on every rank" if owner_kind == "rank" else ""),
+        placements=look.placements or (whole_on_text(holders, num_ranks) if num_ranks else ""),
         meshes=look.meshes,
         division=division,
         notes=tuple(notes),

@@ -13,6 +13,7 @@ from merger.checks import Held
 from merger.sharding import DealOrder, Mesh, Piece, holding, mesh_coordinates, shard_coordinate, unordered_axis
 from merger.sources.partial import partial_axes
 from merger.sources.rank_part import Part, RankPart
+from merger.sources.stages import find_stages
 from merger.tensors import Chunk, StoredTensor
 
 # Faults of the local tensor of one rank; any other fault says that nobody can tell what the ranks hold.
@@ -29,8 +30,9 @@ def gather_fragments(
             if part.held is not None:
                 by_name[fqn].append((part.held, part))
     meshes: dict[Mesh, Mesh] = {}
+    stages = find_stages(([held for held, _ in parts] for parts in by_name.values()), world_size)
     return {
-        fqn: _fragments(fqn, parts, world_size, shard_order, meshes, reduce_partial=reduce_partial)
+        fqn: _fragments(fqn, parts, stages, shard_order, meshes, reduce_partial=reduce_partial)
         for fqn, parts in by_name.items()
     }
 
@@ -38,7 +40,7 @@ def gather_fragments(
 def _fragments(
     fqn: str,
     parts: Sequence[tuple[Held, Part]],
-    world_size: int,
+    stages: Sequence[frozenset[int]],
     shard_order: DealOrder | None,
     meshes: dict[Mesh, Mesh],
     *,
@@ -59,7 +61,7 @@ def _fragments(
     owed: list[Owed] = []
     if is_told:
         odd = {held.rank for held, _ in parts if _said(held) != said}
-        for rank, offsets, sizes in _due([held for held, _ in agreeing], layout, world_size, shard_order, chunks_of):
+        for rank, offsets, sizes in _due([held for held, _ in agreeing], layout, stages, shard_order, chunks_of):
             reason: Reason = "misfit" if rank in faults else "odd" if rank in odd else "missing"
             owed.append(Owed(rank, offsets, sizes, reason))
     chunks = tuple(chunk for found in chunks_of.values() for chunk in found) if is_told else ()
@@ -74,7 +76,7 @@ def _said(held: Held) -> tuple[object, ...]:
 def _due(
     agreeing: Sequence[Held],
     layout: Layout | None,
-    world_size: int,
+    stages: Sequence[frozenset[int]],
     shard_order: DealOrder | None,
     chunks_of: Mapping[int, Sequence[Chunk]],
 ) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
@@ -82,7 +84,8 @@ def _due(
     first = agreeing[0]
     if layout is None:
         if 0 not in first.shape:
-            without = (rank for rank in range(world_size) if rank not in chunks_of)
+            owing = [stage for stage in stages if not stage.isdisjoint(held.rank for held in agreeing)]
+            without = (rank for rank in sorted(frozenset().union(*owing)) if rank not in chunks_of)
             yield from ((rank, (0,) * len(first.shape), first.shape) for rank in without)
         return
     for cut in dict.fromkeys(held.cut for held in agreeing if held.cut is not None):

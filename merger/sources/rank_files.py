@@ -35,6 +35,7 @@ from merger.sources.partial import partial_axes, reduced, unreduced
 from merger.sources.rank_part import Part, RankPart
 from merger.sources.rank_reading import read_rank_parts
 from merger.sources.rank_set import RankSet, beside_siblings, find_rank_set
+from merger.sources.stages import find_stages
 from merger.sources.unpickler import gc_paused
 from merger.tensors import StoredTensor, in_files
 
@@ -152,15 +153,16 @@ def _assemble(
     others: dict[str, str] = {}
     problems: list[Problem] = []
     one_of_each = _OneOfEach()
+    stages = find_stages((_held(parts) for parts in by_name.values()), world_size)
     for fqn, parts in by_name.items():
-        held = [one_of_each(part.held) for part in parts if part.held is not None]
+        held = [one_of_each(entry) for entry in _held(parts)]
         # Ranks that find the same fault say the same.
         unreadable = list(dict.fromkeys(part.problem for part in parts if part.problem and part.held is None))
         if unreadable:
             problems += unreadable
         elif not held:
             others[fqn] = parts[0].other
-        elif faults := check_agreement(fqn, held) or check_census(fqn, held, world_size):
+        elif faults := check_agreement(fqn, held) or check_census(fqn, held, world_size, stages):
             problems += faults
         else:
             tensors[fqn], faults = _joined(fqn, parts, held, reduce_partial=reduce_partial)
@@ -171,6 +173,10 @@ def _assemble(
                 layouts[fqn] = Layout(tuple(on.values()), held[0].placements)
             problems += faults
     return tensors, layouts, others, problems
+
+
+def _held(parts: Sequence[Part]) -> list[Held]:
+    return [part.held for part in parts if part.held is not None]
 
 
 def _joined(

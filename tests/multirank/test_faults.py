@@ -165,6 +165,13 @@ REFUSED: dict[str, tuple[type[MergerError], str]] = {
             "mesh names them all; save the checkpoint again, or restore the right files of those ranks"
         ),
     ),
+    "key_missing_in_stage": (
+        CheckpointError,
+        (
+            "lm_head.weight: held by rank 2 but missing on rank 3, though all ranks of a pipeline stage save a plain "
+            "tensor; save the checkpoint again, or restore the right files of those ranks"
+        ),
+    ),
     "key_missing_everywhere": (
         ModelError,
         (

@@ -51,6 +51,14 @@ def test_the_truth_is_what_the_same_step_makes_of_a_model_that_was_never_sharded
         torch.testing.assert_close(truth[key], value, rtol=rounding, atol=0.0)
 
 
+def test_inspect_says_on_which_ranks_a_tensor_of_one_pipeline_stage_is_whole(checkpoint: Callable[[str], Path]) -> None:
+    """S9."""
+    report = merger.inspect(checkpoint("llama-fp32-pp2xfsdp2-pipeline") / "checkpoint")
+    assert report.problems == ()
+    assert [(mesh.ranks, mesh.num_tensors) for mesh in report.meshes] == [((0, 1), 10), ((2, 3), 10)]
+    assert report.placements == {"(Shard(0))": 20, "on ranks 2 and 3": 1}
+
+
 @pytest.mark.parametrize("name", PARALLEL)
 def test_a_model_loads_and_computes_as_it_did_unsharded(
     name: str, checkpoint: Callable[[str], Path], tmp_path: Path

@@ -102,6 +102,16 @@ def test_a_key_that_a_rank_lacks_leaves_its_piece_red(cards: Callable[..., dict[
     ]
 
 
+def test_a_plain_tensor_of_a_pipeline_stage_is_drawn_on_its_ranks_alone(cards: Callable[..., dict[str, Card]]) -> None:
+    """S9."""
+    found = cards("llama-fp32-pp2xfsdp2-pipeline")
+    assert "on ranks 2 and 3" in found["lm_head.weight"].texts["fact"]
+    assert [cell.about for cell in found["lm_head.weight"].cells] == ["replicas on ranks 2, 3"]
+    broken = cards("llama-fp32-pp2xfsdp2-pipeline+key_missing_in_stage", overwrite=True)["lm_head.weight"]
+    assert "on ranks 2 and 3" in broken.texts["fact"]
+    assert "rank 3 should hold a replica too" in broken.texts["note"]
+
+
 def test_where_the_file_does_not_tell_all_is_red_until_it_is_said(cards: Callable[..., dict[str, Card]]) -> None:
     """S22: on a mesh [2, 0, 3, 1]."""
     name = "model.norm.weight"

@@ -119,6 +119,21 @@ def test_a_plain_tensor_that_a_rank_lacks_is_a_problem() -> None:
     ]
 
 
+def test_a_plain_tensor_is_on_all_ranks_of_each_stage_that_has_it() -> None:
+    """S9."""
+    stages = [frozenset({0, 1}), frozenset({2, 3}), frozenset({4, 5})]
+    for ranks in ([0, 1], [4, 5], [0, 1, 2, 3], [0, 1, 2, 3, 4, 5]):
+        assert check_census("counts", [held(rank, mesh=None) for rank in ranks], 6, stages) == []
+    assert check_census("counts", [held(rank, mesh=None) for rank in (0, 1, 3)], 6, stages) == [
+        Problem(
+            "missing-key",
+            "counts",
+            "held by ranks 0, 1 and 3 but missing on rank 2, though all ranks of a pipeline stage save a plain tensor; "
+            "save the checkpoint again, or restore the right files of those ranks",
+        )
+    ]
+
+
 def test_a_mesh_with_ranks_beyond_the_files_is_a_problem() -> None:
     assert check_census("w", [held(0), held(1)], 2) == [
         Problem(

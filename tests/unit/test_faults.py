@@ -78,6 +78,7 @@ RANK_FAULTS = {
     "buffer_differs": {2},
     "replica_differs": {2},
     "key_missing_on_rank": {2},
+    "key_missing_in_stage": {3},
     "key_extra_on_rank": {3},
     "plain_on_rank": {1},
     "hole": {1},

@@ -21,7 +21,8 @@ def find_stages(tensors: Iterable[Sequence[Held]], world_size: int) -> tuple[fro
     """
     stages: list[set[int]] = []
     for held in tensors:
-        ranks: set[int] = set()
+        # A rank that is not on a tensor's mesh may have an empty stand-in under its name.
+        ranks = {entry.rank for entry in held if entry.mesh is not None or entry.cut is not None}
         for entry in {(id(entry.mesh), id(entry.cut)): entry for entry in held}.values():
             if entry.mesh is not None:
                 ranks.update(entry.mesh.ranks)

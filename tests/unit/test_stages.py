@@ -47,6 +47,12 @@ def test_groups_that_shard_the_same_name_are_copies_and_no_stages() -> None:
     assert find_stages([[*shards(0, 1), *shards(2, 3)]], 4) == ALL
 
 
+def test_a_stand_in_on_a_rank_outside_the_mesh_connects_it() -> None:
+    mesh = Mesh((2,), (0, 1))
+    spread = [Held(rank, FLOAT, (4, 4), mesh, (SHARD_0,)) for rank in range(4)]
+    assert find_stages([on(2, 3), spread], 4) == ALL
+
+
 def test_shards_without_a_mesh_tell_as_much() -> None:
     assert find_stages([shards(0, 1), shards(2, 3)], 4) == (frozenset({0, 1}), frozenset({2, 3}))
 

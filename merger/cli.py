@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail(options, str(error), [dataclasses.asdict(problem) for problem in error.problems])
     except BrokenPipeError:
         # Whoever read our output has gone; there is nobody to tell.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _close_stdout()
         return _OK
     except OSError as error:
         return _fail(options, str(error), [])
@@ -252,8 +252,14 @@ def _print(options: argparse.Namespace, report: Any, text: str) -> None:  # noqa
     except BrokenPipeError:
         raise
     except OSError as error:
+        _close_stdout()
         reason = error.strerror or str(error)
         raise OSError(f"all is done, but the report could not be printed ({reason})") from error
+
+
+def _close_stdout() -> None:
+    """Lets what could not be printed go nowhere: Python would try once more as it ends, and complain."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _plain(report: Any) -> dict[str, Any]:  # noqa: ANN401 - any of the reports

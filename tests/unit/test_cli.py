@@ -345,6 +345,7 @@ def test_a_report_that_cannot_be_printed_is_not_taken_for_a_failed_merge(tmp_pat
     assert done.stderr == (
         "merger: error: all is done, but the report could not be printed (No space left on device)\n"
     )
+    assert done.returncode == 2
     assert (tmp_path / "out" / "model.safetensors").exists()
 
 

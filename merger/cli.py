@@ -277,7 +277,10 @@ def _plain(report: Any) -> dict[str, Any]:  # noqa: ANN401 - any of the reports
 
 def _fail(options: argparse.Namespace, message: str, problems: list[dict[str, str]]) -> int:
     if options.json:
-        print(json.dumps({"error": message, "problems": problems}, indent=2))
+        try:
+            print(json.dumps({"error": message, "problems": problems}, indent=2), flush=True)
+        except OSError:  # what is wrong stands on stderr all the same
+            _close_stdout()
     page = page_of(sys.stderr, os.environ)
     if not sys.stderr.isatty():
         page = dataclasses.replace(page, width=sys.maxsize)  # a log keeps a message on the line that it is searched by

@@ -349,6 +349,22 @@ def test_a_report_that_cannot_be_printed_is_not_taken_for_a_failed_merge(tmp_pat
     assert (tmp_path / "out" / "model.safetensors").exists()
 
 
+@pytest.mark.parametrize("is_full", [True, False])
+def test_an_error_that_cannot_be_printed_as_json_is_still_told(tmp_path: Path, *, is_full: bool) -> None:
+    """Onto a full disk, or to a program that has ended."""
+    command = [sys.executable, "-m", "merger", "inspect", str(tmp_path / "nowhere"), "--json"]
+    if is_full:
+        stdout = os.open("/dev/full", os.O_WRONLY)
+    else:
+        reading, stdout = os.pipe()
+        os.close(reading)
+    try:
+        done = subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True, check=False, cwd=ROOT)
+    finally:
+        os.close(stdout)
+    assert (done.returncode, done.stderr) == (2, f"merger: error: {tmp_path}/nowhere: does not exist\n")
+
+
 def test_an_output_encoding_that_lacks_a_letter_is_no_error(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "merger", "merge", str(CHECKPOINT), str(tmp_path / "\u00fc"), "--weights-only"]
     environment = os.environ | {"PYTHONIOENCODING": "ascii"}

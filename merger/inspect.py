@@ -57,7 +57,8 @@ class InspectReport:
     `num_elements` and `num_bytes` are those of the merged tensors; `dtypes` and `placements` count tensors.
     `num_replicated` are the plain tensors, whole on each rank that has them: buffers, and parameters not sharded.
     `tensors` holds those whose names match what was asked for. `left_out` maps saved entries that are no weights to
-    what they are. `lora` is None where there are no adapters. `picture` is the file that was drawn, None where none was.
+    what they are. `lora` is None where there are no adapters. `picture` is the file that was drawn, None where none
+    was.
     """
 
     checkpoint: Path
